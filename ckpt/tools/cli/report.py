@@ -47,28 +47,28 @@ from ckpt.version import VERSION
                               "ckpt report runs/exp1 -o report.html"))  # fmt: skip
 @run_argument
 @click.option("--idle-after", "idle_after_h", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
-              help="A break after an interruption that is longer than this counts as intended, and none of it is "
-                   "counted. Shorter breaks count as restart, and the interruption stays listed. "
-                   "By default all such breaks count as restart. Breaks after close() never count.")  # fmt: skip
+              help="Breaks after an interruption that are longer than this count as intended, and none of their time "
+                   "is counted. Shorter breaks count as restart time. The interruption is listed in both cases. "
+                   "By default all such breaks count as restart time. Breaks after close() never count.")  # fmt: skip
 @click.option("-o", "--output", metavar="FILE", shell_complete=files,
-              help="Write an HTML page with charts to this file; it needs no network and no other file. "
+              help="Write an HTML page with charts to this file; the page needs no network and no other file. "
                    "- is stdout.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @look_options
 def report(url: str, idle_after_h: float | None, output: str | None, force: bool, as_json: bool) -> int:
-    """Report where the time of a run went: training, saving and interruptions. For a folder of runs, list them.
+    """Report where the time of a run went: training, saving and interruptions. For a folder of runs, list the runs.
 
-    Lost time is the time of interruptions (until detected, until training was restarted, restoring, repeating steps)
-    and the time that saving took from training. The rest of the wall-clock time is effective, including pauses like
-    evaluations in not_training() and other work (warm-up, closing). Trained is only the time of steps that count. The
-    wall-clock time begins when the first start was ready to train and ends when the job was last seen; time after that,
-    and between jobs that were closed on purpose, is not counted.
+    Lost time is the time of interruptions (until the fault was detected, until training was restarted, restoring,
+    repeating steps), and the time that saving took from training. The rest of the wall-clock time is effective,
+    including pauses like evaluations in not_training() and other work (warm-up, closing). Trained time is only the time
+    of steps that count. The wall-clock time begins when the first start was ready to train, and ends when the job was
+    last seen. Later time, and time between jobs that were closed on purpose, is not counted.
 
     For each interruption: step, at which it happened; lost, the number of steps; and the time until it was detected
-    (perceive), until training was restarted (restart), to restore, and to repeat lost steps (recompute).
+    (perceive), until training was restarted (restart), to restore, and to repeat the lost steps (recompute).
 
-    The job measures this itself and stores it in `ledger/` of the run; --json lists all interruptions. The exit code is
-    1 if any of these files is damaged; it is then skipped.
+    The job measures these times itself and stores them in `ledger/` of the run. --json lists all interruptions. If a
+    file in `ledger/` is damaged, it is skipped and the exit code is 1.
     """
     if output is not None:
         if as_json:
@@ -102,7 +102,7 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
 
 
 def show_runs(url: str, runs: Sequence[str], as_json: bool) -> None:
-    """Print the runs as commands that can be copied."""
+    """Print the runs below a folder as `ckpt report` commands that can be copied."""
     if as_json:
         print_json({"url": normalise(url), "runs": runs})
         return
@@ -111,7 +111,7 @@ def show_runs(url: str, runs: Sequence[str], as_json: bool) -> None:
 
 
 async def _runs_below(url: str) -> tuple[list[str], dict[str, str]]:
-    """Return the runs, and why some folders cannot be read now. Private folders of other users are ignored."""
+    """Return the runs, and the reason for each folder that cannot be read now. Ignore private ones."""
     closed: dict[str, str] = {}
     below = await runs_below(url, patience_s=PATIENCE_S, closed=closed)
     unread = {run: why for run, why in closed.items() if why != PRIVATE}
@@ -140,7 +140,7 @@ def nothing_there(url: str, damaged: Sequence[str]) -> CheckpointError:
 
 
 def problems_of(url: str, damaged: Sequence[str], state: RunState, *, there: bool) -> Iterator[str]:
-    """Yield the problems to print next to the figures."""
+    """Yield the problems that are printed next to the figures."""
     yield from (f"{key} is damaged and was skipped" for key in damaged)
     if state.damaged:
         shown = ", ".join(map(str, state.damaged[:SHOWN])) + ", …" * (len(state.damaged) > SHOWN)
@@ -157,7 +157,7 @@ async def _read(url: str) -> tuple[str, list[Account], list[Fault], list[str], R
         return log.store.url, accounts, faults, damaged + bad, log.state
 
 
-# -- the page --
+# -- the HTML page --
 
 
 def refuse_existing(output: str, force: bool) -> None:
@@ -167,7 +167,7 @@ def refuse_existing(output: str, force: bool) -> None:
 
 
 def write_page(output: str, text: str) -> None:
-    """Write the page completely or not at all. A link stays; its target is replaced."""
+    """Write the page completely or not at all. If the path is a link, replace the file that it points to."""
     try:
         with click.open_file(output, "w", encoding="utf-8", atomic=True) as file:
             file.write(text)
@@ -177,7 +177,7 @@ def write_page(output: str, text: str) -> None:
         print_err(f"wrote {output}: open it in a browser")
 
 
-# -- for people --
+# -- output --
 
 
 def show(url: str, found: Statement) -> None:

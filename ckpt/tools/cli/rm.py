@@ -36,13 +36,13 @@ if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
 @grace_option
 @plan_options
 def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -> int:
-    """Delete one checkpoint. A job may be training there.
+    """Delete one checkpoint. A job may be training in the run.
 
     The newest other checkpoint is read back first; if it is damaged, nothing is deleted and the exit code is 1.
-    Checkpoints of `ckpt pin` and the last one that can be restored are not deleted. Files that other checkpoints use
-    stay.
+    Checkpoints that `ckpt pin` protects, and the last one that can be restored, are not deleted. Files that other
+    checkpoints use stay.
 
-    files, size: of what is deleted.
+    files, size: number and size of the files to delete.
     """
     if step is None:
         raise click.UsageError(

@@ -33,10 +33,10 @@ from ckpt.tools.cli.terminal import (
 )
 from ckpt.units import count_of
 
-RECENT = 4  # newest job attempts to read
+RECENT = 4  # number of newest job attempts whose metrics are read
 
-NOTES = ("info", "parents", "content")  # fields of a manifest, None if no manifest was read
-TYPES = {"NoneType": "none", "Reference": "tensor"}  # names for users
+NOTES = ("info", "parents", "content")  # fields that come from a manifest; None if no manifest was read
+TYPES = {"NoneType": "none", "Reference": "tensor"}  # names of types as users know them
 
 
 @click.command(epilog=example("ckpt show runs/exp1", "ckpt show runs/exp1@500 --only 'model.*.weight'"))
@@ -46,17 +46,17 @@ TYPES = {"NoneType": "none", "Reference": "tensor"}  # names for users
     metavar="PATTERN",
     help="Only tensors whose name matches this shell pattern, or below a matching name (model).",
 )
-@click.option("--all", "every", is_flag=True, help="Show what each rank has stored, also for more than 64 ranks.")
+@click.option("--all", "every", is_flag=True, help="Show what each rank has stored, even with more than 64 ranks.")
 @look_options
 def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) -> int:
     """List what a checkpoint contains and how it is stored: tensors, plain values, files.
 
     stored: bytes that this checkpoint wrote for a tensor. held: how its chunks are stored: raw, as planes (compressed),
-    as delta (the compressed difference to an older checkpoint), as reference to a file of an older checkpoint, or as
+    as delta (the compressed difference from an older checkpoint), as reference to a file of an older checkpoint, or as
     another tensor with the same bytes. used: bytes of a data file that a restore reads.
 
-    For more than 64 ranks, only the index and one rank are read. How tensors are stored is then shown with --all, or
-    for some tensors with --only; plain values are those of the first rank that has them.
+    With more than 64 ranks, only the index and the manifest of one rank are read. To see how tensors are stored, use
+    --all, or --only for some tensors. The plain values shown are those of the first rank that has any.
     """
     found = asyncio.run(_show(url, step, only, every))
     if as_json:
@@ -78,14 +78,14 @@ def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) ->
 
 
 def saving_lines(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the current save intervals if they were measured, and why."""
+    """Yield the current save intervals and the reasons for them, if any were measured."""
     if found["cadence"]:
         yield "save intervals, as measured:"
         yield from (f"  {line}" for line in found["cadence"])
 
 
 def tensor_row(tensor: dict[str, Any]) -> tuple[object, ...]:
-    """Return the columns of a tensor."""
+    """Return the cells of a tensor's row."""
     if tensor["alias_of"]:
         return tensor["name"], tensor["dtype"], tensor["shape"], human(tensor["bytes"]), "", "", tensor["alias_of"]
     if (counts := tensor["held"]) is None:
@@ -137,7 +137,7 @@ async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[st
 
 
 async def _contents(store: Store, commit: Commit, only: str | None, every: bool) -> dict[str, Any]:
-    """Read the contents; for many ranks only the requested manifest."""
+    """Read the contents of a checkpoint. With many ranks, read only the manifest that was requested."""
     found: read.Manifests | Index | None = None
     if MANY < commit.world == len(commit.manifests):
         found = await read.index_or_none(store, commit)
@@ -173,7 +173,7 @@ async def _contents(store: Store, commit: Commit, only: str | None, every: bool)
 
 
 def _tensor(tensor: describe.Tensor, storage: describe.BlobStorage | None) -> dict[str, Any]:
-    """Return how a tensor is stored, if that was read. Another name for the same memory takes no space."""
+    """Return how a tensor is stored, if its manifest was read. Another name for the same memory takes no space."""
     if storage is None and tensor.alias_of is not None:
         storage = describe.NOTHING
     unknown = dict.fromkeys(("stored", "held", "depth", "reads"))
@@ -204,14 +204,14 @@ def _files(commit: Commit, manifests: Sequence[Manifest], used: Mapping[str, int
 
 
 async def _listed(store: Store, commit: Commit, saved: SavedState) -> dict[str, Any]:
-    """Return the same for many ranks, as far as the index and a listing contain it."""
+    """Return the fields of `_files` for many ranks, as far as the index and a listing contain them."""
     sizes, files = await sizes_of_many(store, commit.checkpoint, commit.world), saved.index.files
     unknown: dict[str, Any] = {"chain": None, "restore_bytes": None, "files": [], **dict.fromkeys(NOTES)}
     return {**unknown, "stored_bytes": sum(sizes.get(key, 0) for key in files), **_older(commit, files)}
 
 
 def _older(commit: Commit, used: Iterable[str]) -> dict[str, Any]:
-    """Return the files of other checkpoints that this one uses."""
+    """Return the files of other checkpoints that this checkpoint uses."""
     owners = [of for key in used if (of := owner(key)) is not None and of != commit.checkpoint]
     return {"older_files": len(owners), "older_steps": sorted({of.step for of in owners}, reverse=True)}
 

@@ -1,8 +1,8 @@
-"""Shared by the commands: options, opening runs for reading, and output for people and programs.
+"""Functions shared by the commands: options, opening runs for reading, and output for people and programs.
 
-The contents of a checkpoint are not trusted. `safe` escapes control characters in all text, and rich receives it as
+The contents of a checkpoint are not trusted. `safe` escapes control characters in all text, and rich gets the text as
 plain text, never as markup. JSON is one ASCII document on stdout without tensor data. Values that JSON lacks (NaN,
-bytes) are text in it.
+bytes) are written as text.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ckpt.tools.maintain.find_runs import runs_below
 T = TypeVar("T")
 OnBytes = Callable[[int], None] | None
 
-PATIENCE_S = 10.0  # a person waits for the command
-NUMBERS = (  # names of columns aligned to the right
+PATIENCE_S = 10.0  # seconds for which transient errors are retried; short, because a person waits
+NUMBERS = (  # titles of the columns that are aligned to the right
     "step", "size", "stored", "used", "files", "checkpoints", "ranks", "elements", "differing", "largest", "relative",
     "cosine", "saved step", "steps",
 )  # fmt: skip
-NARROW = 20  # cells; columns are not wrapped to less
-SHOWN, WIDTH = 20, 60  # most problems to print, and most characters of a value
+NARROW = 20  # cells; a column of long text is not wrapped to a smaller width
+SHOWN, WIDTH = 20, 60  # maximum problems to print, and maximum characters of a value
 
 
 class StderrHandler(logging.Handler):
@@ -56,9 +56,9 @@ def example(*lines: str) -> str:
 
 
 def parse_options(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, Any]:
-    """Parse KEY=VALUE options into fsspec's storage_options. a.b=c sets an inner value. Values are parsed as JSON
-    (true, null, numbers, ...), but keys and secrets are always text. Errors do not repeat the value, because it may be
-    a secret."""
+    """Parse KEY=VALUE options into fsspec's storage_options. A key a.b sets the key b of a dict a. Values are parsed as
+    JSON (true, null, numbers, ...), but access keys and secrets are always text. Errors do not repeat the value,
+    because it may be a secret."""
     found: dict[str, Any] = {}
     for one in given:
         name, equals, text = one.partition("=")
@@ -101,17 +101,17 @@ yes_option = click.option("--yes", is_flag=True, help="Carry out the plan. Witho
 
 
 def look_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Add the options of commands that only read."""
+    """Add the options that every command for reading has: `place_option` and --json."""
     return place_option(json_option(command))
 
 
 def plan_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Add the options of commands that show a plan and carry it out with --yes."""
+    """Add the options of commands that show a plan and carry it out if --yes is given."""
     return place_option(yes_option(json_option(command)))
 
 
 def from_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Add the option --from for further locations of a run."""
+    """Add the option --from for further locations of a run. `what`: the help text of the option."""
     return click.option(
         "--from", "others", metavar="URL", multiple=True, shell_complete=folders, help=f"{what}; repeatable."
     )
@@ -122,7 +122,7 @@ def nothing_half() -> str:
 
 
 def act(work: Coroutine[Any, Any, T], so_far: Callable[[], str] = nothing_half) -> T:
-    """Run the work of a command. If it is interrupted, print what `so_far` returns."""
+    """Run the coroutine of a command. If it is interrupted, print the result of `so_far`."""
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:
@@ -132,8 +132,8 @@ def act(work: Coroutine[Any, Any, T], so_far: Callable[[], str] = nothing_half) 
 
 @contextlib.asynccontextmanager
 async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
-    """Open the log of a run, completely if `whole`. Raises NoCheckpointError if there is none. Damaged records are
-    printed on stderr."""
+    """Open the log of a run. `whole`: read all of its records. Raise NoCheckpointError if there is no run. Print
+    damaged records on stderr."""
     log = RunLog(open_store(url, patience_s=PATIENCE_S), whole=whole)
     try:
         try:
@@ -147,7 +147,7 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
                     f"{error}. It contains runs: `ckpt ls {shlex.quote(str(folder))}` lists them"
                 ) from None
             missing = NoCheckpointError(f"{error}. Give the folder or URL that a Checkpointer saves to")
-            missing.advice = "Nothing was changed."  # `ckpt ls` would fail too
+            missing.advice = "Nothing was changed."  # the usual advice names `ckpt ls`, which would fail as well
             raise missing from None
         if damage := await losses.of_log(log):
             print_err(f"WARNING: {damage_text(log, damage)}")
@@ -161,8 +161,8 @@ def newest_first(log: RunLog) -> list[Commit]:
 
 
 def damage_text(log: RunLog, damage: Sequence[Loss]) -> str:
-    """Return one line about the damage of a run and which checkpoints it may cost. If no record is damaged, a writer
-    may be about to append the missing one."""
+    """Return one line about the damaged records of a run, and the checkpoints that may be lost with them. If no record
+    is damaged, a missing record may be one that a writer is appending."""
     if not log.state.damaged:
         return losses.listed(damage)
     newest = next((commit.checkpoint for commit in log.state.lineage() if commit.finite is not False), None)
@@ -178,7 +178,7 @@ def safe(text: object) -> str:
 
 
 def print_err(text: str) -> None:
-    """Print on stderr, wrapped for a terminal and as one line otherwise."""
+    """Print a line on stderr, wrapped if stderr is a terminal."""
     line = f"ckpt: {safe(text)}"
     click.echo("\n".join(wrapped(line, width())) if sys.stderr.isatty() else line, err=True)
 
@@ -200,17 +200,17 @@ def print_json(found: dict[str, Any]) -> int:
 
 
 def width() -> int:
-    """Return the width of the terminal or of COLUMNS, 80 for pipes and files."""
+    """Return the width of the terminal, the value of COLUMNS, or 80 for pipes and files."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
 def put(text: object) -> None:
-    """Print a paragraph on stdout, escaped and wrapped."""
+    """Print a paragraph on stdout, with control characters escaped, wrapped to the terminal's width."""
     print("\n".join(wrapped(safe(text), width())))
 
 
 def print_few(lines: Sequence[object], what: str = "") -> None:
-    """Print the first lines, and how many more there are."""
+    """Print the first lines, and the number of lines that are not shown."""
     for line in lines[:SHOWN]:
         put(line)
     if len(lines) > SHOWN:
@@ -218,8 +218,8 @@ def print_few(lines: Sequence[object], what: str = "") -> None:
 
 
 def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
-    """Wrap text to lines of at most `most` cells; further lines are indented. A word is never split, so that names can
-    be copied: one that is wider than a line gets its own."""
+    """Wrap text to lines of at most `most` cells, and indent all lines but the first. A word is never split, because
+    names must be copyable; a word that is wider than a line gets its own line."""
     from rich.cells import cell_len
 
     if cell_len(text) <= most:
@@ -236,8 +236,8 @@ def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: Sequence[str] = ()) -> None:
-    """Print a table. Rows that are too wide wrap their widest cells. If that is not enough, a column is moved out of
-    the table: the first one above the row, others below it. Empty columns are omitted. `below`: a text under each
+    """Print a table. If a row is too wide, its widest cells are wrapped. If that is not enough, columns are moved out
+    of the table: the first column above its row, others below it. Empty columns are omitted. `below`: a text below each
     row."""
     cells = [[safe(cell) for cell in row] for row in rows]
     there = [i for i in range(len(titles)) if not rows or any(row[i] for row in cells)]
@@ -262,7 +262,7 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: 
 def _row(
     cells: Sequence[str], names: Sequence[str], inside: Sequence[int], widths: Sequence[int], indented: bool
 ) -> list[str]:
-    """Return the lines of a row, as many as its highest cell needs."""
+    """Return the lines of a table row, as many as the cell with the most lines has."""
     from rich.cells import cell_len
 
     parts = [wrapped(cell, most, "") for cell, most in zip(cells, widths, strict=True)]
@@ -278,7 +278,7 @@ def _row(
 
 
 def least_width(column: Sequence[str]) -> int:
-    """Return the least width of a wrapped column: its longest word, and at least `NARROW` for long text."""
+    """Return the smallest width of a wrapped column: that of its longest word, but at least `NARROW` for long text."""
     from rich.cells import cell_len
 
     whole = max(map(cell_len, column))
@@ -286,7 +286,7 @@ def least_width(column: Sequence[str]) -> int:
 
 
 def widths_for(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Return the widths of the columns in `room` cells, narrowing the widest first; None if they do not fit."""
+    """Return the widths of the columns in `room` cells, narrowing the widest columns first. None if they do not fit."""
     from rich.cells import cell_len
 
     widths, least = [max(map(cell_len, column)) for column in columns], [least_width(column) for column in columns]
@@ -301,7 +301,7 @@ def widths_for(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[OnBytes]:
-    """Show a progress bar on stderr if it is a terminal. `total`: bytes, 0 if unknown."""
+    """Show a progress bar on stderr if stderr is a terminal. `total`: bytes, 0 if unknown."""
     if not sys.stderr.isatty():
         yield None
         return

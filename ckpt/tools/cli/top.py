@@ -31,15 +31,15 @@ from ckpt.units import duration
               metavar="SECONDS", help="Time between two updates.")  # fmt: skip
 @look_options
 def top(run: str | None, once: bool, interval_s: float, as_json: bool) -> int:
-    """Watch a run: its steps, the cost of saving, the contents of memory, and how far each tier is behind. Ctrl-C
-    quits.
+    """Watch a run: its steps, the cost of saving, the contents of memory, and how far each tier is behind. Ctrl-C ends
+    it.
 
     RUN is the first tier of the Checkpointer, or memory:NAME. Without RUN, all writers of this user on this machine are
-    listed once, with their memory and how long they stay after their trainer. Ranks on this machine are shown live if
-    they run as the same user. For other ranks, the contents of RUN are shown, read every 10 s.
+    listed once, with their memory and the time for which they outlive their trainer. Ranks of the same user on this
+    machine are shown live. For other ranks, the contents of RUN are shown, which are read every 10 s.
 
-    Slots of memory: # a complete snapshot, + complete except what only optimizers change, ~ being copied, . empty.
-    "behind 0/34" are the steps that would be lost if only memory, or only that tier, survived.
+    Slots of memory: # a complete snapshot, + complete except for tensors that only optimizers change, ~ being copied,
+    . empty. "behind 0/34" are the steps that would be lost if only memory, or only that tier, survived.
     """
     if run is None:
         return show_writers(as_json)
@@ -60,7 +60,7 @@ def top(run: str | None, once: bool, interval_s: float, as_json: bool) -> int:
 
 
 def show_writers(as_json: bool) -> int:
-    """Print the writers of this user on this machine, including those whose trainer is gone."""
+    """Print all writers of this user on this machine, including those whose trainer has ended."""
     found = writers_here()
     looks = [one for one in found if isinstance(one, RankStatus)]
     silent = [{"writer": one[0], "why": one[1]} for one in found if isinstance(one, tuple)]
@@ -82,7 +82,7 @@ def show_writers(as_json: bool) -> int:
 
 
 def show(view: TopView) -> None:
-    """Print the state once, as text without colours."""
+    """Print the current state once, as text without colours."""
     columns = width()
     console = Console(width=columns, color_system=None)
     with console.capture() as captured:
@@ -91,14 +91,14 @@ def show(view: TopView) -> None:
 
 
 def watch(sources: RunWatch, interval_s: float) -> None:
-    """Update the screen until Ctrl-C or SIGTERM, then restore the terminal."""
+    """Update the screen until Ctrl-C or SIGTERM, then restore the terminal to its previous state."""
     sources.follow(interval_s)
     console = Console()
 
     def picture() -> Group:
         return Group(*lines(sources.view(), console.width, console.height))
 
-    logger.removeHandler(STDERR_HANDLER)  # it would write into the live picture
+    logger.removeHandler(STDERR_HANDLER)  # its output would damage the live screen
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.suppress(KeyboardInterrupt), Live(

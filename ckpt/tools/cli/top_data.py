@@ -1,6 +1,6 @@
-"""Collect the current data of a run for `ckpt top`: query its writers on this machine, and read its folder or bucket.
+"""Collect the current data of a run for `ckpt top`: query the run's writers on this machine, and read its location.
 
-Separate threads do both, so that neither a stopped writer nor a hanging bucket blocks the display.
+Each of these runs in its own thread, so that neither a stopped writer nor a hanging bucket blocks the display.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ckpt.tools.cli.top_view import RunStored, TopView
 from ckpt.tools.observe.goodput.accounting import settled
 from ckpt.tools.observe.telemetry.status import RankStatus, shown
 
-ASK_S = 2.0  # for a writer to reply
-PLACES_S, PLACE_WAIT_S = 10.0, 10.0  # between two reads of the run's location, and for one read
-FIRST_S = 5.0  # for the first read, if there is nothing else to show
-LEAVE_S = 1.0  # for threads to end at exit
-MOST_STARTS, MOST_FAULTS = 64, 256  # most metrics files and faults to read, the newest ones
+ASK_S = 2.0  # seconds for a writer to reply
+PLACES_S, PLACE_WAIT_S = 10.0, 10.0  # seconds between two reads of the run's location; timeout of one read
+FIRST_S = 5.0  # seconds for the first read of the location, if no writer has replied
+LEAVE_S = 1.0  # seconds for the threads to end at exit
+MOST_STARTS, MOST_FAULTS = 64, 256  # maximum number of metrics files and of faults to read, newest first
 ASKED_AT_ONCE = 32
 
 
 class RunWatch:
-    """The writers on this machine and the run's location."""
+    """Queries the run's writers on this machine, and reads the run's location."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -65,11 +65,11 @@ class RunWatch:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):
                     stream.flush()
-            os._exit(status)  # threads that wait for a hanging store cannot be ended
+            os._exit(status)  # do not wait for a thread that hangs in a store, because it cannot be ended
 
     def first(self, *, patient: bool) -> TopView:
-        """Return the first state. Raises an error if there is no such run. `patient`: wait for the run's location even
-        if writers replied."""
+        """Return the first state. Raise an error if there is no such run. `patient`: True waits for the run's location
+        even if writers have replied."""
         self.ask()
         patient |= not (self._looks or self._silent)
         stored = None if self._there is None else self._there.wait(FIRST_S if patient else 0.0)
@@ -92,7 +92,7 @@ class RunWatch:
         stored = None if self._there is None else self._there.stored
         known = stored if stored is not None and not (stored.missing and self._looks) else None
         if known is not None and known.seen_host == socket.gethostname() and not (self._looks or self._silent):
-            known = replace(known, running=False)  # its metrics are one update behind
+            known = replace(known, running=False)  # the metrics in the location lag behind the writers by one update
         reading = self._there is not None and stored is None
         return TopView(self.shown, tuple(self._looks), dict(self._silent), known, reading, time.time())
 
@@ -102,25 +102,25 @@ class RunWatch:
         looks, silent = list[RankStatus](), dict[int, str]()
         for number, found in zip(keys, self._asking.map(_ask, keys.values()), strict=True):
             if isinstance(found, RankStatus):
-                # A starting trainer has not sent its rank yet: use the local rank.
+                # A trainer that is starting has not sent its rank to the writer yet, so use the local rank.
                 looks.append(found if found.run else replace(found, rank=number))
             elif found:
                 silent[number] = found
         self._looks, self._silent = looks, silent
 
     def follow(self, interval_s: float) -> None:
-        """Query repeatedly in the background."""
+        """Query the writers repeatedly, in a background thread."""
 
         def work() -> None:
             while not self._stop.wait(interval_s):
-                with contextlib.suppress(Exception):  # retried at the next interval
+                with contextlib.suppress(Exception):  # the next query repeats whatever failed
                     self.ask()
 
         threading.Thread(target=work, name="ckpt-top-ask", daemon=True).start()
 
 
 def writers_here() -> list[RankStatus | tuple[int, str]]:
-    """Return the state of each writer of this user here, or its process (0 if unknown) and why it did not reply."""
+    """Return the state of each writer of this user on this machine, or its process id (0 if unknown) and the error."""
     keys = link.all_keys()
     with ThreadPoolExecutor(ASKED_AT_ONCE, "ckpt-top") as asking:
         looks = list(asking.map(_ask, keys))
@@ -129,7 +129,7 @@ def writers_here() -> list[RankStatus | tuple[int, str]]:
 
 
 def _exit_code_of(error: object) -> int:
-    """Print an error that would be lost when the process exits immediately. Return the exit code."""
+    """Print an error, which would be lost because the process exits immediately. Return its exit code."""
     if error is None:
         return 0
     if isinstance(error, BrokenPipeError):
@@ -143,10 +143,10 @@ def _exit_code_of(error: object) -> int:
 
 
 def _ask(key: str) -> RankStatus | str:
-    """Return a writer's state of its rank, or why it did not reply; "" if it does not exist."""
+    """Return the state that a writer reports, the reason why it did not reply, or "" if the writer does not exist."""
     channel = link.connect(key)
     if channel is None:
-        return ""  # a writer that was killed left its socket
+        return ""  # only the socket of a killed writer is left
     try:
         look = channel.ask(Look(), ASK_S)
         return "does not respond" if look is None else RankStatus.from_json(look)
@@ -175,7 +175,7 @@ class StoreWatch(threading.Thread):
         return self.stored
 
     def leave(self) -> bool:
-        """Stop reading. Return True if the thread has ended."""
+        """Stop reading. Return True once the thread has ended."""
         loop, task = self._loop, self._task
         if loop is not None and task is not None:
             with contextlib.suppress(RuntimeError):
@@ -195,7 +195,7 @@ class StoreWatch(threading.Thread):
                     await asyncio.wait_for(self._look(), PLACE_WAIT_S)
                 except TimeoutError:
                     self._failed("it does not respond")
-                except Exception as error:  # drivers raise any kind of exception
+                except Exception as error:  # a driver may raise any kind of exception
                     self._failed(
                         str(error) or type(error).__name__, missing=isinstance(error, (FormatError, NoCheckpointError))
                     )
@@ -235,8 +235,8 @@ class StoreWatch(threading.Thread):
         self.stored = self._account(self.stored)
 
     async def _read(self, store: Store) -> None:
-        """Read the newest metrics and faults. Those of ended job attempts are not read again. Damaged ones are skipped;
-        `ckpt report` and `ckpt faults` list them."""
+        """Read the newest metrics and faults. Files of ended job attempts are read only once. Damaged files are
+        skipped; `ckpt report` and `ckpt faults` list them."""
         names = (await account_keys(store))[-MOST_STARTS:]
         ended = {key for key, one in self._accounts.items() if one.end is not None and key not in names[-2:]}
         some = await read_each(store, [key for key in names if key not in ended], ledger.MAX_SIZE, Account.from_bytes)
@@ -251,7 +251,7 @@ class StoreWatch(threading.Thread):
         accounts = ledger.in_order(self._accounts.values())
         faults = sorted((one for one in self._faults.values() if isinstance(one, Fault)), key=lambda one: one.when)
         if seen := [one for one in faults if not one.asked]:
-            incident = report.incidents(seen)[-1]  # what followed from a fault is not the fault
+            incident = report.incidents(seen)[-1]  # its first report is the cause
             last_at = max(one.time for one in incident)
             known = replace(known, faults=len(seen), fault=incident[0].line, fault_at=last_at)
         if not accounts:

@@ -1,4 +1,4 @@
-"""Format the current state of a run as lines and tables for a terminal of any width, for `ckpt top`. No side effects.
+"""Format the current state of a run for `ckpt top`, as lines and tables for a terminal of any width. No I/O.
 
 The contents of a run are not trusted: `safe` escapes control characters, and nothing is parsed as markup.
 """
@@ -18,10 +18,10 @@ from ckpt.tools.cli.terminal import human, safe
 from ckpt.tools.observe.telemetry.status import EMPTY, FILLING, SEALED, RankStatus, TierStatus
 from ckpt.units import count_of, duration, moment
 
-SLOW, LATE_S = 10.0, 5.0  # multiples of a usual step, and seconds, after which a rank counts as silent
-STALLING = 0.01  # share of the time spent saving that counts as a bottleneck
+SLOW, LATE_S = 10.0, 5.0  # a rank is silent after SLOW times its usual step time, but not before LATE_S seconds
+STALLING = 0.01  # share of the time spent on saving above which the stall is highlighted
 BAR = 10
-FAULT = 3  # most lines of a fault
+FAULT = 3  # maximum lines for a fault
 GAP = 2
 SLOTS = {SEALED: "#", FILLING: "~", EMPTY: ".", "damaged": "!"}
 TIER_TITLES = ("tier", "step", "behind", "on its way", "rate", "stored")
@@ -32,12 +32,12 @@ RANK_TITLES = ("rank", "step", "does", "slots", "a step", "stall", "behind", "GP
 class RunStored:
     """The contents of the run's location, which every user with access can read.
 
-    `at`: when it was read, seconds since 1970, 0 for never. `error`: why the last read failed. `missing`: there is no
-        run.
-    `newest`: newest step or None, saved by `ranks` ranks. `seen_step`, `seen_at`: last progress in the run metrics, by
-        rank `seen_rank` on `seen_host`, whose first tier is `nearest`. `ended`: how the job attempt ended, "" if it is
-        open.
-    `running`: it was alive a short time ago. `effective`: goodput over the last `starts` job attempts.
+    `at`: time of the read, seconds since 1970, 0 if never read. `error`: why the last read failed. `missing`: True if
+        there is no run.
+    `newest`: newest step or None, saved by `ranks` ranks. `seen_step`, `seen_at`: last progress in the run metrics,
+        reported by rank `seen_rank` on host `seen_host`, whose first tier is `nearest`. `ended`: how the job attempt
+        ended, "" if it has not.
+    `running`: True if the job was alive a short time ago. `effective`: goodput over the last `starts` job attempts.
     """
 
     url: str
@@ -63,8 +63,8 @@ class RunStored:
 
 @dataclass(frozen=True)
 class TopView:
-    """The whole state. `silent`: reasons by local rank for writers that do not respond. `stored`: None if the run has
-    no location, or if it has not been read yet (`reading`)."""
+    """The whole state. `silent`: for each local rank whose writer does not respond, the reason. `stored`: None if the
+    run has no location, or if its location has not been read yet (`reading`)."""
 
     run: str
     looks: Sequence[RankStatus] = ()
@@ -83,7 +83,7 @@ class TopView:
 
     @property
     def elsewhere(self) -> list[int]:
-        """Ranks without a writer on this machine."""
+        """Return the ranks without a writer on this machine."""
         here = {look.rank for look in self.looks}
         return [rank for rank in range(self.world) if rank not in here] if self.looks else []
 
@@ -101,7 +101,7 @@ class TopView:
 
 
 def lines(view: TopView, width: int = 100, height: int | None = None) -> list[Text | Table]:
-    """Return lines of at most `width` cells. If ranks do not fit into `height` lines, the worst are shown."""
+    """Return lines of at most `width` cells. If ranks do not fit into `height` lines, show the worst."""
     tiers = [_memory(view), *_tiers(view)] if view.looks else []
     head = [_line((_end_of(view.run, width), "bold")), *_status(view, width)]
     foot = [*_errors(view, width), *_stored(view), *_elsewhere(view), *_last_fault(view, width)]
@@ -113,11 +113,11 @@ def lines(view: TopView, width: int = 100, height: int | None = None) -> list[Te
     return [*found, *foot]
 
 
-# -- a line, a table --
+# -- format a line, a table --
 
 
 def _line(*pieces: tuple[str, str]) -> Text:
-    """Join texts with their styles; no text is parsed as markup."""
+    """Join texts with their styles. Nothing in the texts is parsed as markup."""
     found = Text(no_wrap=True, overflow="crop")
     for text, style in pieces:
         found.append(" " * GAP * bool(found) + safe(text), style or None)
@@ -125,7 +125,7 @@ def _line(*pieces: tuple[str, str]) -> Text:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Text]], width: int) -> Table:
-    """Omit empty columns, and columns at the right that do not fit."""
+    """Return a table without empty columns, and without the rightmost columns if they do not fit."""
     used = [n for n in range(len(titles)) if any(row[n] for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for number in used:
@@ -144,7 +144,7 @@ def _cells(*cells: str | tuple[str, str]) -> list[Text]:
 
 
 def _end_of(text: str, most: int) -> str:
-    """Return the end of a long name, its most specific part."""
+    """Return the end of a name that is too long, because the end is most specific."""
     text = safe(text)
     if cell_len(text) <= most:
         return text
@@ -157,7 +157,7 @@ def _count(number: int | None) -> str:
     return "-" if number is None or number < 0 else f"{number:,}"
 
 
-# -- the run as a whole --
+# -- the whole run --
 
 
 def _status(view: TopView, width: int) -> list[Text]:
@@ -181,7 +181,7 @@ def _status(view: TopView, width: int) -> list[Text]:
 
 
 def _lines_of(pieces: Sequence[tuple[str, str]], width: int) -> list[Text]:
-    """Distribute the pieces over as many lines as they need, so that none is cut."""
+    """Distribute pieces of text over as many lines as they need, so that no piece is cut."""
     rows: list[list[tuple[str, str]]] = [[]]
     for piece in pieces:
         if rows[-1] and _line(*rows[-1], piece).cell_len > width:
@@ -191,7 +191,7 @@ def _lines_of(pieces: Sequence[tuple[str, str]], width: int) -> list[Text]:
 
 
 def stale(look: RankStatus) -> str:
-    """Describe a writer without a trainer: its memory, how long it stays, and the step that only it has."""
+    """Describe a writer without a trainer: its memory, when it exits, and the step that no tier has yet."""
     held = f"r{look.rank}: writer {look.writer} holds {human(look.snapshots)}, leaves in {duration(look.leaves_s or 0)}"
     return held + ("" if look.not_durable is None else f", step {look.not_durable:,} only there")
 
@@ -212,7 +212,7 @@ _HOW = {
 
 
 def _is_further(view: TopView) -> bool:
-    """Return True if writers use another name for the run, that of its first tier."""
+    """Return True if this location is not the run's first tier, by which writers know the run."""
     return view.stored is not None and view.stored.nearest not in ("", view.stored.url)
 
 
@@ -226,7 +226,7 @@ def _not_here(view: TopView) -> list[Text]:
         end = stored.ended, "red" if stored.ended == "died" else ""
         found.append(_line((who, ""), (f"at {moment(stored.seen_at)}", ""), end, (share, "")))
     if stored is not None and _is_further(view):
-        # On its own line, because a truncated address cannot be copied.
+        # The URL gets its own line, because a truncated URL cannot be copied.
         found += [_line(("its first tier, which shows it live:", "")), _line((stored.nearest, ""))]
     return found
 
@@ -235,7 +235,7 @@ def _not_here(view: TopView) -> list[Text]:
 
 
 def _memory(view: TopView) -> list[Text]:
-    """Return the memory row for the rank that is furthest behind."""
+    """Return the table row for memory, for the rank that is furthest behind."""
     held = [look.in_memory for look in view.looks]
     room = f"{human(sum(look.snapshots for look in view.looks))} set aside"
     if (step := min((-1 if one is None else one) for one in held)) < 0:
@@ -250,7 +250,7 @@ def _tiers(view: TopView) -> Iterable[list[Text]]:
 
 
 def _tier(url: str, tiers: Sequence[TierStatus]) -> list[Text]:
-    """Return a tier's row for the rank that is furthest behind, with rates added up over all ranks."""
+    """Return the table row for a tier: the rank that is furthest behind, and the sum of the rates of all ranks."""
     worst = max(tiers, key=lambda one: (one.lag_steps, one.lag_s))
     newest = min((-1 if one.committed is None else one.committed) for one in tiers)
     busy, way = [one for one in tiers if one.writing is not None], ""
@@ -271,7 +271,7 @@ def _tier(url: str, tiers: Sequence[TierStatus]) -> list[Text]:
 
 
 def _errors(view: TopView, width: int) -> Iterable[Text]:
-    """Return why the last save of each tier failed or was skipped, for which its table row has no space."""
+    """Return for each tier why its last save failed or was skipped, because the tier's row has no space for it."""
     known = {tier.url: tier.error for look in view.looks for tier in look.tiers if tier.error}
     for url, error in known.items():
         text = safe(f"{_end_of(url, 30)}: {error}")
@@ -285,7 +285,7 @@ def _behind(steps: int, seconds: float) -> str:
 
 
 def _stored(view: TopView) -> list[Text]:
-    """Return the contents of the requested location, unless a tier of a rank here shows them."""
+    """Return the contents of the requested location, unless a rank on this machine has it as a tier."""
     stored = view.stored
     known = stored is not None and any(tier.url == stored.url for look in view.looks for tier in look.tiers)
     if stored is None:
@@ -343,13 +343,13 @@ def _rank(look: RankStatus) -> list[Text]:
 
 
 def _trouble(look: RankStatus) -> tuple[Any, ...]:
-    """Sort key, worst rank first: not alive, then behind."""
+    """Return a sort key that puts the worst rank first: not alive, then furthest behind."""
     lag = max((tier.lag_s for tier in look.tiers), default=0.0)
     return look.trainer == "alive", look.step, -look.idle_s if _quiet(look) else 0.0, -lag, -look.stall_share, look.rank
 
 
 def _quiet(look: RankStatus) -> bool:
-    """Return True if a rank has been silent for long."""
+    """Return True if a rank has given no sign of life for too long during training."""
     return look.trains and look.doing == "training" and look.idle_s > max(LATE_S, SLOW * look.usual_s)
 
 
@@ -369,7 +369,7 @@ def _elsewhere(view: TopView) -> list[Text]:
 
 def _last_fault(view: TopView, width: int) -> list[Text]:
     known = [(look.fault_at, look.fault) for look in view.looks if look.fault]
-    if view.stored is not None and view.stored.fault:  # of all ranks
+    if view.stored is not None and view.stored.fault:  # the last fault of all ranks
         known.insert(0, (view.stored.fault_at, view.stored.fault))
     if not known:
         return []

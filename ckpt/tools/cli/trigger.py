@@ -13,7 +13,7 @@ from ckpt.store import normalise
 from ckpt.tools.cli.arguments import folders
 from ckpt.tools.cli.terminal import example, json_option, print_json, put
 
-ASK_S = 10.0  # for a writer to reply
+ASK_S = 10.0  # seconds for a writer to reply
 
 
 @click.command(epilog=example("ckpt trigger runs/exp1 --why 'before the upgrade'", "ckpt trigger memory:exp1"))
@@ -21,10 +21,10 @@ ASK_S = 10.0  # for a writer to reply
 @click.option("--why", default="no reason given", help="Reason, shown in the log and the fault report.")
 @json_option
 def trigger(run: str, why: str, as_json: bool) -> int:
-    """Request a save now from a running job, on all its ranks. Run it on a node of the job, as its user.
+    """Request a save from a running job, on all its ranks. Run the command on a node of the job, as the job's user.
 
-    RUN is the first tier of the Checkpointer, or memory:NAME. Returns immediately: `ckpt faults` and the job's log show
-    the result.
+    RUN is the first tier of the Checkpointer, or memory:NAME. The command does not wait for the save: `ckpt faults` and
+    the job's log show the result.
     """
     place = run if run.startswith("memory:") else normalise(run)
     keys = writer_keys(place)

@@ -1,7 +1,7 @@
-"""Shared by the commands that change a run: prune, rm, gc, keep, copy. The operations are in `ckpt.tools.maintain`.
+"""Functions shared by the commands that change a run: prune, rm, gc, pin, copy. `ckpt.tools.maintain` does the work.
 
-Each prints a plan and changes nothing without `--yes`. `--json` prints one document: the plan, and under `done` the
-result, or null if nothing was done.
+Each command prints a plan, and changes nothing without `--yes`. `--json` prints one document: the plan, and under
+`done` the result, or null if nothing was done.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ grace_option = click.option(
 
 
 def show_end(found: Found, done: str) -> int:
-    """Print the last line of a plan that is not empty."""
+    """Print the last line of output: what was done, or that --yes is needed to carry out the plan."""
     put(done if found["done"] else "Nothing was changed yet. Add --yes to carry out the plan.")
     return 0
 
 
 def printed_early(found: Found, as_json: bool, needed: str) -> bool:
-    """Print the JSON document, or the problems of the checkpoint that was read back. Return True if it printed
-    anything. `needed`: the checkpoints that may be needed if that one is damaged."""
+    """Print the JSON document, or the problems of the checkpoint that was read back. Return True if anything was
+    printed. `needed`: the checkpoints that may be needed if the checkpoint that was read back is damaged."""
     if as_json:
         print_json(found)
     elif found["problems"]:
@@ -76,7 +76,7 @@ def sum_of(keys: Sequence[str], sizes: dict[str, int]) -> Found:
 
 
 class Deletion:
-    """The progress of a deletion, and what is true if it is interrupted."""
+    """The progress of a deletion. `so_far` returns the line to print if the deletion is interrupted."""
 
     def __init__(self) -> None:
         self._begun = False
@@ -92,7 +92,7 @@ class Deletion:
 
 
 def announce_wait(seconds: float, by: str = "`ckpt gc`") -> None:
-    """Print that files named by a PLAN record will be deleted after a wait."""
+    """Print that the files listed in a PLAN record of the log will be deleted after a wait."""
     print_err(
         f"the log records what is deleted. Waiting {seconds:g} s for readers to finish; if this is stopped, the next "
         f"{by} deletes the files"

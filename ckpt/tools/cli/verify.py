@@ -41,16 +41,16 @@ from ckpt.tools.maintain.prune import some
     "--data/--no-data",
     default=True,
     help="--data (default): read and decode every byte that a restore would read, also in files of older checkpoints."
-    " --no-data: check only the log, the manifests, and the headers and sizes of data files; fast, but misses damage"
-    " in tensors.",
+    " --no-data: check only the log, the manifests, and the headers and sizes of data files; this is fast, but misses"
+    " damage in tensors.",
 )
 @look_options
 def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int:
     """Check every byte of a checkpoint. The exit code is 1 if anything is damaged, including the log.
 
     The verdict covers everything that a restore of the step reads. `ckpt repair` repairs damage if intact copies exist.
-    Files that cannot be read now may be intact: they are listed, and the exit code is 3 if nothing else was found. The
-    same applies to files of ranks that are on the disks of other nodes: verify them there.
+    Files that cannot be read now may be intact. They are listed, and the exit code is 3 if no damage was found. This
+    includes files of ranks that are on the disks of other nodes: verify those files there.
     """
     if every and step is not None:
         raise click.UsageError("a step and --all cannot be combined")
@@ -94,7 +94,7 @@ def mendable(problem: str) -> bool:
 
 
 def by_problem(checkpoints: list[dict[str, Any]], kind: str = "problems") -> Iterator[str]:
-    """Yield each problem once, with all checkpoints that it affects."""
+    """Yield each distinct problem once, with all steps that it affects."""
     steps: dict[str, list[int]] = {}
     for one in checkpoints:
         for problem in one[kind]:
@@ -110,7 +110,7 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
         problems = lost if lost and len(damaged) == 1 else losses.one_by_one(damaged) + lost
         try:
             read_format(await chunks.get(log.store, "FORMAT.json", limit=MAX_FORMAT))
-        except (CorruptError, StoreError) as error:  # the log contains the same information
+        except (CorruptError, StoreError) as error:  # FORMAT.json; the log contains the same information
             what = "FORMAT.json is lost" if isinstance(error, NotFoundError) else str(error)
             (away if is_unreadable(error) else problems).append(what)
         commits = to_verify(log, step, every)
@@ -127,7 +127,7 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
 
 
 def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:
-    """Return the checkpoints to verify. Raises NoCheckpointError if there is none and no log record is damaged."""
+    """Return the checkpoints to verify. Raise NoCheckpointError if there are none and no log record is damaged."""
     if every and log.state.commits:
         return newest_first(log)
     if reference.number(step) is None and log.state.damaged and not log.state.lineage():
@@ -136,8 +136,8 @@ def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:
 
 
 async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
-    """Return the bytes of tensors in all files that these checkpoints use. For damaged checkpoints it is an estimate.
-    For very many ranks it assumes raw data, because their tables are read once."""
+    """Return the bytes of tensors in all files that these checkpoints use. For damaged checkpoints, the result is an
+    estimate. With very many ranks, it assumes raw data, because their chunk tables should be read only once."""
     total = 0
     for commit in commits:
         with contextlib.suppress(CorruptError, StoreError):

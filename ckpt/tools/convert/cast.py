@@ -1,6 +1,6 @@
 """Cast floating-point numbers to another dtype without torch, with torch's rounding.
 
-Rounding is to nearest, ties to even. Values that are too large become infinite; NaN stays NaN.
+Numbers are rounded to nearest, ties to even. Values that are too large become infinite, and NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SPELLINGS = {
     "float": "F32", "f16": "F16", "float16": "F16", "fp16": "F16", "half": "F16", "bf16": "BF16", "bfloat16": "BF16",
 }  # fmt: skip
 
-CHUNK = 1 << 17  # numbers per step, so that intermediate results stay in the CPU cache
+CHUNK = 1 << 17  # numbers that are cast at a time, so that intermediate results stay in the CPU cache
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def dtype_called(text: str) -> str:
-    """Return our name of a dtype to cast to. Raises UsageError with the possible ones."""
+    """Return this library's name of a dtype to cast to. Raise UsageError listing the possible dtypes."""
     dtype = SPELLINGS.get(text.removeprefix("torch.").lower())
     if dtype is None:
         raise UsageError(f"cannot cast to {text!r}: choose bf16, fp16, fp32 or fp64")
@@ -32,7 +32,7 @@ def dtype_called(text: str) -> str:
 
 
 def floats(raw: Bytes, dtype: str) -> npt.NDArray[Any]:
-    """View one row of bytes as numpy numbers; bfloat16 becomes float32, which is exact."""
+    """Return one row of bytes as a numpy array. bfloat16 becomes float32, which is exact."""
     numbers = raw.view(FLOATS[dtype])
     if dtype != "BF16":
         return numbers
@@ -47,12 +47,12 @@ def cast(raw: Bytes, dtype: str, to: str, into: Bytes) -> None:
         for start in range(0, len(source), CHUNK):
             numbers = floats(source[start : start + CHUNK].view(np.uint8), dtype)
             if to in ("F16", "BF16") and dtype == "F64":
-                numbers = numbers.astype("<f4")  # in two steps, like torch
+                numbers = numbers.astype("<f4")  # via float32, as torch does, because the rounding then is the same
             target[start : start + CHUNK] = _to_bfloat16(numbers) if to == "BF16" else numbers
 
 
 def _to_bfloat16(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
-    """Return the rounded upper halves of float32 numbers."""
+    """Round float32 numbers to bfloat16. Return their bits, which are the upper halves of float32 numbers."""
     single = np.ascontiguousarray(numbers, "<f4")
     bits = single.view("<u4")
     made: npt.NDArray[np.uint16] = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype("<u2")

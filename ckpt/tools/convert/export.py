@@ -2,8 +2,8 @@
 
     for each window: read -> cast -> write -> note;   then: finish -> appear
 
-All files are written next to the target (`convert.partial`). An interrupted export continues when it is repeated. It
-reuses only what its journal lists and whose digest still matches.
+All files are first written next to the target (`convert.partial`). A repeated export continues after an interruption.
+It reuses only windows that the journal lists and whose digest still matches.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ckpt.tools.convert.output import Literal, OutFile, Output, TensorRun
 from ckpt.tools.convert.partial import Workshop, check_target, failed
 from ckpt.tools.convert.source import Bytes, Origin, Want
 
-SMALLEST, LARGEST = 1 << 20, 64 << 20  # bytes of a window
-SHARES = 8  # total memory, in windows: two being written, plus read, cast and cached data
-SPARE = 48 << 20  # bytes for reading and for modules loaded meanwhile
-LEAST = 256 << 10  # bytes of a window if there are many files
-M_MMAP_THRESHOLD = -3  # of malloc.h
-SYNC = 256 << 20  # bytes written between two entries of the journal
+SMALLEST, LARGEST = 1 << 20, 64 << 20  # minimum and maximum bytes of a window
+SHARES = 8  # windows that fit into the memory limit: two being written, plus data that was read, cast and cached
+SPARE = 48 << 20  # bytes for buffers of reads and for modules that are loaded during the export
+LEAST = 256 << 10  # minimum bytes of a window if many files are written together
+M_MMAP_THRESHOLD = -3  # constant in glibc's malloc.h
+SYNC = 256 << 20  # bytes that are written between two entries of the journal
 
 OnBytes = Callable[[int], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of an export. `nbytes` of the files, of which a previous call had written `resumed`."""
+    """The result of an export. `nbytes`: size of the files; `resumed`: bytes that an earlier call had written."""
 
     nbytes: int
     resumed: int
@@ -54,7 +54,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class FileWindow:
-    """A range of a file. Both ends are at page boundaries, except the end of the file."""
+    """A range of a file. It begins and ends at page boundaries, except at the end of the file."""
 
     file: int
     start: int
@@ -62,7 +62,7 @@ class FileWindow:
 
 
 def window_for(max_memory: int) -> int:
-    """Return the window size for a memory limit of this whole process. Raises UsageError if the limit is too low."""
+    """Return the window size for a memory limit of the whole process. Raise UsageError if the limit is too low."""
     here = resident()
     window = (max_memory - here - SPARE) // SHARES // PAGE * PAGE
     if window < SMALLEST:
@@ -73,8 +73,8 @@ def window_for(max_memory: int) -> int:
 
 
 def give_back_freed() -> None:
-    """Return freed windows to the system. By default glibc keeps them per thread, which can cost a third more
-    memory."""
+    """Return the memory of freed windows to the system. By default glibc keeps freed memory for each thread, which can
+    cost a third more memory."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 256 << 10)
 
@@ -86,7 +86,7 @@ def resident() -> int:
 
 
 def batches(output: Output, size: int) -> Iterator[list[FileWindow]]:
-    """Yield all bytes of all files in batches of `size` bytes, in order within each file."""
+    """Yield all bytes of all files in batches of `size` bytes. Within each file, the order is that of the bytes."""
     files = output.files
     if not output.side_by_side:
         for number, file in enumerate(files):
@@ -103,9 +103,9 @@ def batches(output: Output, size: int) -> Iterator[list[FileWindow]]:
 async def export(
     origin: Origin, output: Output, target: Path, *, window: int = LARGEST, on_bytes: OnBytes = None
 ) -> Exported:
-    """Write the files of `output` and make them appear as `target`. A repeated call continues after an interruption.
-    Raises UsageError if the target exists or another export is writing it, FullError if there is too little space
-    (nothing is left then), and CorruptError with the tensor's name if the origin is damaged."""
+    """Write the files of `output`, and make them appear as `target`. A repeated call continues after an interruption.
+    Raise UsageError if the target exists or another export is writing it, FullError if there is too little space (all
+    files are then removed), and CorruptError with the tensor's name if the origin is damaged."""
     started = time.monotonic()
     check_target(target, single=output.single)
     for file in output.files:
@@ -128,7 +128,7 @@ async def export(
 
 
 def written(output: Output, target: Path) -> list[tuple[str, int]]:
-    """Return the names and sizes of the exported files. Staged files are only input for these."""
+    """Return the names and sizes of the exported files. Staged files are intermediate, so they do not count."""
     if not output.staged:
         return [(file.name or target.name, file.size) for file in output.files]
     if output.single:
@@ -139,7 +139,7 @@ def written(output: Output, target: Path) -> list[tuple[str, int]]:
 
 
 def identity(origin: Origin, output: Output) -> str:
-    """Return a digest that is equal for exports of the same source to the same files."""
+    """Return a digest that is equal for two exports of the same source to the same files."""
     files = [[f.name, f.size, [_part_id(part) for part in f.parts], f.sums] for f in output.files]
     return file_digest(canonical([origin.identity, output.kind, output.single, files]))
 
@@ -150,7 +150,7 @@ def _part_id(part: Literal | TensorRun) -> list[Any]:
     return [part.at, part.label, part.box, part.dtype]
 
 
-# -- the bytes --
+# -- move bytes --
 
 
 class _Mover:
@@ -186,8 +186,8 @@ class _Mover:
             await asyncio.to_thread(self._write_journal)
 
     def _missing(self, views: Mapping[FileWindow, Bytes]) -> dict[FileWindow, Bytes]:
-        """Return the windows to write: those not in the journal or with another digest. Reads the others into their
-        views."""
+        """Return the windows to write: those that are not in the journal or whose digest differs. Read the other
+        windows from the files into their views."""
         return {window: view for window, view in views.items() if not self._there(window, view)}
 
     def _there(self, window: FileWindow, view: Bytes) -> bool:
@@ -198,14 +198,14 @@ class _Mover:
         return _read(self._paths[window.file], window.start, view) and chunk_digest(view.data).hex() == noted
 
     def _settle(self, views: Mapping[FileWindow, Bytes], missing: Mapping[FileWindow, Bytes]) -> None:
-        """Compute checksums in the order of the bytes, and write the missing windows."""
+        """Compute checksums in the order of the bytes, and write the windows that are missing."""
         for window, view in views.items():
             for (start, _), digest in self._hashers[window.file].feed(window.start, view.data):
                 self.sums[self._output.files[window.file].name][start] = digest
         self._write(missing)
 
     async def _fill(self, views: Mapping[FileWindow, Bytes]) -> None:
-        """Read the bytes of the windows as planned."""
+        """Read the contents of the windows, and cast them, as planned."""
         wants, casts = list[Want](), list[tuple[Bytes, str, str, Bytes]]()
         for window, view in views.items():
             for part in _parts(self._output.files[window.file], window):
@@ -238,7 +238,7 @@ class _Mover:
     def _write_journal(self) -> None:
         names = {name for name, *_ in self._written}
         for file, path in zip(self._output.files, self._paths, strict=True):
-            if file.name in names and not self._output.staged:  # staged files are temporary, so they need no sync
+            if file.name in names and not self._output.staged:  # staged files are temporary, so not synced
                 with _opened(path, os.O_RDONLY) as fd:
                     os.fdatasync(fd)
         if names:
@@ -251,7 +251,7 @@ class _Mover:
 
 
 def _carve(buffer: Bytes, batch: Sequence[FileWindow]) -> dict[FileWindow, Bytes]:
-    """Divide a buffer into page-aligned views, one per window."""
+    """Split a buffer into page-aligned views, one for each window."""
     views, at = dict[FileWindow, Bytes](), 0
     for window in batch:
         size = window.stop - window.start
@@ -276,12 +276,12 @@ def _parts(file: OutFile, window: FileWindow) -> Iterator[Literal | TensorRun]:
 
 
 def _pages(size: int) -> Bytes:
-    """Return page-aligned memory, as direct I/O requires."""
+    """Return page-aligned memory, because direct I/O requires it."""
     return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def _write(path: Path, at: int, data: Bytes, *, direct: bool) -> None:
-    """Write bytes, past the page cache if `direct` and possible, because they will not be read again soon."""
+    """Write bytes. `direct`: bypass the page cache if possible, because the bytes will not be read again soon."""
     whole = len(data) // PAGE * PAGE if direct else 0
     with contextlib.suppress(OSError), _opened(path, os.O_WRONLY | os.O_DIRECT) as fd:
         _write_all(fd, data[:whole].data, at)
@@ -291,7 +291,7 @@ def _write(path: Path, at: int, data: Bytes, *, direct: bool) -> None:
 
 
 def _read(path: Path, at: int, view: Bytes) -> bool:
-    """Read into a view. Return False if the file is too short."""
+    """Read bytes of a file into a view. Return False if the file is too short."""
     with path.open("rb") as file:
         file.seek(at)
         return file.readinto(view.data) == len(view)

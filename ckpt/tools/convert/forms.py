@@ -1,4 +1,4 @@
-"""The formats of an export. A new one is a module with `plan` and an entry in FORMS.
+"""The formats of an export. To add a format, add a module with a function `plan`, and an entry in FORMS.
 
 A plan lists the files and their tensors; `ckpt.tools.convert.export` writes them.
 """
@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import InvalidArgumentError
 
-if TYPE_CHECKING:  # only the requested format is imported
+if TYPE_CHECKING:  # at runtime, only the module of the requested format is imported
     from ckpt.tools.convert.output import Output
     from ckpt.tools.convert.source import Origin, RankView
 
 
-PRETRAINED = ("pretrained",)  # entry in which `ckpt.transformers` keeps the other files of a hub folder
+PRETRAINED = ("pretrained",)  # path of the entry in which `ckpt.transformers` stores the other files of a hub folder
 NO_CONFIG = (
     "no config.json or adapter_config.json is written. `python -m ckpt.transformers RUN --to FOLDER` writes a folder "
     "with "
     "them, for from_pretrained()"
 )
-# suffixes of unsupported formats
+# suffixes of formats that are not supported, for a clear error
 OTHERS = (".gguf", ".ggml", ".onnx", ".h5", ".npz", ".npy", ".msgpack", ".tflite", ".pkl", ".zip", ".tar")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user requested. `form`: one of FORMS."""
+    """The user's request for an export. `form`: a key of FORMS."""
 
     path: Path
     form: str
@@ -42,7 +42,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Planned:
-    """The files to write, and the dtype of each tensor by label."""
+    """The files to write, and the new dtype of each tensor by its label."""
 
     output: Output
     dtypes: Mapping[str, str]
@@ -51,10 +51,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class Form:
-    """A format. `plan`: returns the output for an origin, the views of the ranks, the dtypes and the request.
+    """A format. `plan`: returns the output, given the origin, the ranks' views, the dtypes and the request.
 
-    `suffixes`: of files in this format. `weights_only`: other entries are omitted. `divided`: sharded for several
-        ranks.
+    `suffixes`: file name suffixes of this format. `weights_only`: True if it omits entries that are not weights.
+        `divided`: True if it can be sharded for several ranks.
     """
 
     plan: Callable[[Origin, list[RankView], Mapping[str, str], Wanted], Output]
@@ -64,12 +64,12 @@ class Form:
 
 
 def form_of(path: Path) -> str:
-    """Return the format of a file name, "" for a folder."""
+    """Return the format that belongs to the suffix of a file name, or "" for any other name."""
     return next((name for name, form in FORMS.items() if path.suffix in form.suffixes), "")
 
 
 def form_for(path: Path, given: str | None, world: int | None) -> str:
-    """Return the requested format, or that of the name; for other names a folder of safetensors. Raises
+    """Return the requested format, or that of the name's suffix. Other names mean a folder of safetensors. Raise
     InvalidArgumentError for the suffix of an unsupported format."""
     if path.suffix.lower() in OTHERS and given is None:
         suffixes = ", ".join(f"{name} ({', '.join(form.suffixes)})" for name, form in FORMS.items() if form.suffixes)

@@ -1,7 +1,7 @@
-"""The output of an export as pure values: files made of literal bytes and of tensors at offsets.
+"""The planned output of an export, without I/O: files that consist of literal bytes and of tensors at offsets.
 
 A format (`convert.to_safetensors`, `convert.to_torch`, `convert.to_dcp`, `convert.to_run`) plans `OutFile`s and a final
-step; `convert.export` writes the bytes of any format.
+step. `convert.export` writes the bytes, whatever the format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt.store import folder_of, normalise
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Bytes that are known when planning."""
+    """A part of a file whose bytes are known when the export is planned."""
 
     at: int
     data: bytes
@@ -32,7 +32,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class TensorRun:
-    """A box of a tensor of the origin, in row-major order as `dtype`. `at`: a multiple of the element size."""
+    """A part of a file: a box of an origin's tensor in row-major order, as `dtype`. `at` is a multiple of its size."""
 
     at: int
     label: str
@@ -46,8 +46,8 @@ class TensorRun:
 
 @dataclass(frozen=True)
 class OutFile:
-    """A file. `parts` are contiguous and in order. `name` is relative. `sums`: byte ranges (from, to) whose digests the
-    final step needs."""
+    """A file to write. `parts`: contiguous and in order. `name`: relative path. `sums`: byte ranges (from, to) whose
+    digests the final step needs."""
 
     name: str
     size: int
@@ -65,19 +65,19 @@ class OutFile:
 
 
 Sums = Mapping[str, Mapping[int, bytes]]
-"""Digests of each file by the start of their bytes."""
+"""For each file, the digests of its `sums`, by the start of the byte range."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Everything that an export writes. `single`: the target is the one file, otherwise a folder.
+    """Everything that an export writes. `single`: True if the target is the only file, False if it is a folder.
 
-    `finish(out, sums)` writes small files that depend on digests (an index, a manifest), durably; it may be repeated.
-    `staged`: the files are only input for `finish`, and are stored at `staged_path`. `side_by_side`: the files contain
-        parts of the same tensors, and are written together so that each chunk of the origin is read once.
+    `finish(out, sums)` durably writes small files that depend on digests (an index, a manifest). It may be repeated.
+    `staged`: True if the files are only input for `finish`; they are then stored at `staged_path`. `side_by_side`: True
+        if files contain parts of the same tensors. They are then written together, so that each chunk is read once.
     """
 
-    kind: str  # for users: "safetensors", "torch.save", "DCP", "a run of 4 ranks"
+    kind: str  # name of the format for users: "safetensors", "torch.save", "DCP", "a run of 4 ranks"
     files: tuple[OutFile, ...]
     finish: Callable[[Path, Sums], None]
     single: bool = False
@@ -90,10 +90,10 @@ class Output:
 
 
 def local_path(target: str) -> Path:
-    """Return the path of a local file or folder. Raises UsageError for any other URL."""
+    """Return the path of a local file or folder. Raise UsageError for a URL that is not local."""
     if folder_of(normalise(target)) is None:
         raise UsageError(
             f"{target} is not on this machine: write to a local folder and copy it there, a run with `ckpt copy`"
         )
     text = re.sub(r"^file://", "", target, flags=re.IGNORECASE)
-    return Path(text).expanduser().absolute()  # links are not followed, so that an existing link is detected
+    return Path(text).expanduser().absolute()  # without resolving links, so that a link at the target is detected

@@ -1,8 +1,8 @@
-"""Parse a folder of torch's distributed checkpoints (DCP): `.metadata`, and data files of the ranks.
+"""Parse a folder of torch's distributed checkpoints (DCP): its `.metadata`, and the data files of the ranks.
 
-`.metadata` is a pickle that lists which box of which tensor is where. torch's reader would execute code in it. Here it
-is read with a list of allowed classes: DCP's descriptions, made of plain data. Each item in the data files is a
-torch.save archive, which `ckpt.tools.convert.parse_torch` reads.
+`.metadata` is a pickle that lists the location of each box of each tensor. torch's reader would execute code in the
+pickle. This module only accepts the classes of DCP's descriptions, which consist of plain data. Each item in the data
+files is a torch.save archive, which `ckpt.tools.convert.parse_torch` reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckpt.tools.convert.parse_torch import FileSection, load, naming_file, opene
 from ckpt.tools.convert.source import DESCRIPTION
 from ckpt.tools.convert.source_files import Foreign, refuse
 
-MAX_OBJECT = 64 << 20  # bytes of a plain value
+MAX_OBJECT = 64 << 20  # maximum bytes of a plain value
 WHAT = "a distributed checkpoint of torch"
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -48,27 +48,27 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Unpickles only listed classes; nothing else is imported or called. We write no pickles, but torch does. It is the
-    Python implementation: for one flipped byte the C implementation allocates up to 64 GiB."""
+    """Unpickles only listed classes, and imports or calls nothing else. Pickles are needed because torch writes them.
+    This is the Python implementation, because the C implementation allocates up to 64 GiB for one flipped byte."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
-            return pathlib.PurePosixPath  # the original path is irrelevant here
+            return pathlib.PurePosixPath  # a path in the metadata is not used
         if full not in _ALLOWED:
             raise FormatError(f"it references {full:.200}, which torch never writes there; no code was run")
         return super().find_class(module, name)
 
 
 def sniff(path: FilePath) -> bool:
-    """Return True if the path is such a folder, or the `.metadata` in it."""
+    """Return True if the path is a folder of DCP, or the `.metadata` file in one."""
     return (path / ".metadata").is_file() or (path.name == ".metadata" and path.is_file())
 
 
 def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
-    """Parse a distributed checkpoint. The state_dict of a single model goes to `at`. Raises CorruptError if something
-    is damaged or missing, FormatError if it references code or is not such a folder, and UsageError with the path of an
-    entry that cannot be converted."""
+    """Parse a distributed checkpoint. The state_dict of a single model is placed at `at`. Raise CorruptError if it is
+    damaged or files are missing, FormatError if it references code or is not such a folder, and UsageError with the
+    path of an entry that cannot be converted."""
     folder = path.parent if path.name == ".metadata" else path
     values, paths, plain = items_of(folder)
     root = nested(values, {name: paths[name] for name in values})
@@ -85,7 +85,7 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
 
 
 def items_of(folder: FilePath, *, tensors_only: bool = False) -> tuple[dict[str, Any], dict[str, Path], Values]:
-    """Return tensors and plain values by name, the path of each name in the state, and all skipped objects."""
+    """Return tensors and plain values by name, the path of each name in the state, and a record of skipped objects."""
     with opened(folder / ".metadata") as file, naming_file(folder / ".metadata"):
         metadata = _metadata(file)
         paths = paths_of(list(metadata.state_dict_metadata), metadata.planner_data)
@@ -94,7 +94,7 @@ def items_of(folder: FilePath, *, tensors_only: bool = False) -> tuple[dict[str,
 
 
 def _metadata(file: IO[bytes]) -> Metadata:
-    """Return the metadata. Raises CorruptError unless every field used has the right type."""
+    """Return the metadata. Raise CorruptError unless every field that is used has the right type."""
     try:
         found = _MetadataUnpickler(file).load()
         if type(found) is not Metadata:
@@ -109,7 +109,7 @@ def _metadata(file: IO[bytes]) -> Metadata:
         return found
     except (FormatError, UsageError):
         raise
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # a damaged pickle can cause any error
         raise CorruptError(f"not written by torch, or damaged: {str(error)[:200]}") from None
 
 
@@ -136,8 +136,8 @@ def _check_place(index: MetadataIndex, info: _StorageInfo) -> None:
 
 
 def paths_of(names: list[str], planner_data: Any) -> dict[str, Path]:
-    """Return the path of each name in the nested state. Without the planner's data, names with `.state.` and the like
-    belong to an optimizer, and all others are at the top."""
+    """Return the path of each name in the nested state. Without the planner's data, names that contain `.state.` or
+    `.param_groups.` belong to an optimizer, and all others are at the top level."""
     known = planner_data if type(planner_data) is dict else {}
     paths: dict[str, Path] = {}
     optimizers = {name.partition(".param_groups.")[0] for name in names if ".param_groups." in name}
@@ -159,7 +159,7 @@ def paths_of(names: list[str], planner_data: Any) -> dict[str, Path]:
 
 
 def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
-    """Return the state as nested dicts and lists. Empty containers are lost, because torch does not write them."""
+    """Return the state as nested dicts and lists. Empty ones are missing, because torch does not write them."""
     numbers = [key for path in paths.values() for key in path if type(key) is int]
     if any(len(path) > MAX_DEPTH for path in paths.values()) or not all(0 <= n < len(paths) + 1000 for n in numbers):
         raise CorruptError("a state that is nested too deeply, or has impossibly long lists")
@@ -172,7 +172,7 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
 
 
 def _numbered(value: Any) -> Any:
-    """Convert numbers of parameters back to int: torch converts keys of an optimizer's state to text."""
+    """Convert the numbers of an optimizer's parameters back to int, because torch writes these keys as text."""
     if type(value) is list:
         return [_numbered(one) for one in value]
     if type(value) is not dict:
@@ -195,7 +195,7 @@ class _Items:
         self.plain = Values()
 
     def read(self, tensors_only: bool) -> dict[str, Any]:
-        """Return tensors and plain values by name."""
+        """Return all tensors and plain values by name."""
         by_file: dict[str, list[MetadataIndex]] = {}
         for name, one in self._metadata.state_dict_metadata.items():
             if tensors_only and isinstance(one, BytesStorageMetadata):
@@ -233,12 +233,12 @@ class _Items:
                     value = self.plain.all_of(load(item, file, info.offset), path)
                     if value is not OBJECT:
                         found[index] = value
-                    elif type(path[-1]) is int:  # the other items of a list keep their index
+                    elif type(path[-1]) is int:  # None keeps the index of the other items
                         found[index] = None
         return found
 
     def _joined(self, name: str, metadata: TensorStorageMetadata, found: Mapping[MetadataIndex, Any]) -> AnyTensor:
-        """Join the chunks of a tensor."""
+        """Return a tensor that consists of the given chunks. Raise CorruptError if they differ from the metadata."""
         dtype, shape = DTYPE_NAME[metadata.properties.dtype], tuple(metadata.size)
         parts = list[tuple[Dims, Dims, TensorRef]]()
         for chunk in metadata.chunks:

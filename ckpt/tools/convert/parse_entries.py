@@ -1,7 +1,7 @@
-"""Build the entries of a state from another library, and record which bytes of which file are their tensors.
+"""Build the entries of a state from another library, and record where the bytes of their tensors are in the files.
 
-The objects that torch's loader returns become tensors (by the location of their bytes) and plain values (`Values`). A
-file exported by us describes its entries (`from_description`); for others `ckpt.tools.convert.parse_state` infers them.
+Objects that torch's loader returns become tensors (locations of bytes) and plain values (`Values`). A file that this
+library exported describes its entries (`from_description`); for other files `parse_state` infers the entries.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ckpt.tools.convert.source_files import FilePiece, Foreign, refuse
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """The location of a tensor's bytes. `strides`: in elements, None for row-major order. Equal references are one
-    view."""
+    """The location of a tensor's bytes. `strides`: in elements, None for row-major order. Equal references are views of
+    the same memory."""
 
     dtype: str
     shape: Dims
@@ -39,7 +39,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A tensor in chunks, each a box of it: (offsets, sizes, location)."""
+    """A tensor that is stored in chunks. Each chunk is a box of the tensor: (offsets, sizes, location)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,8 +56,8 @@ def is_tensor(value: object) -> bool:
 
 @dataclass
 class Parts:
-    """The chunks and aliases of a `Foreign` under construction. Raises UsageError if two tensors get the same name.
-    Tensors that view the same bytes in the same way are one tensor with several names."""
+    """The chunks and aliases of a `Foreign` that is being built. Raises UsageError if two tensors get the same name.
+    Tensors that view the same bytes in the same way become one tensor with several names."""
 
     pieces: list[FilePiece] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Parts:
         return {**reference, "name": name}
 
     def values(self, value: Any, path: Path) -> tuple[Json, tuple[str, ...]]:
-        """Return plain values with references, and the names of the tensors in them."""
+        """Return plain values with references to their tensors, and the names of these tensors."""
         names: list[str] = []
 
         def extern(found: object, path: Path) -> Json | None:
@@ -110,16 +110,16 @@ class Parts:
         return encode(value, path, extern), tuple(names)
 
 
-# -- as torch has read it --
+# -- convert what torch has read --
 
-OBJECT = object()  # stands for a value that is neither a tensor nor plain
+OBJECT = object()  # marks a value that is neither a tensor nor a plain value
 PLAIN = (bool, int, float, complex, str, bytes, bytearray)
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What torch has read at byte `start` of a file. `root`: its tensors have no memory. `storages`: by address, each
-    storage with its offset in the container, None if the bytes are missing."""
+    """The objects that torch read at byte `start` of a file. `root`: the objects; their tensors have no memory.
+    `storages`: by address, each storage with its offset in the container, or None if its bytes are missing."""
 
     root: Any
     file: str
@@ -129,10 +129,10 @@ class Container:
 
 @dataclass
 class Values:
-    """Converts objects read by torch to plain values and TensorRef. UsageError has the path of an unsupported tensor.
+    """Converts objects that torch has read to plain values and TensorRefs. Raises UsageError for unsupported tensors.
 
-    `changes`: values that change their type, and where. `objects`: unsupported objects by path; they are dropped, or
-        None in a list.
+    `changes`: paths of values whose type was changed, by the kind of change. `objects`: unsupported objects by path.
+        They are dropped, or replaced by None in a list.
     """
 
     changes: dict[str, list[Path]] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Values:
         self.changes.setdefault(text, []).append(path)
 
     def all_of(self, container: Container, path: Path = ()) -> Any:
-        """Convert the root of a container. Returns OBJECT if it is an unsupported object."""
+        """Convert the root of a container. Return OBJECT if the root is an unsupported object."""
         return self._plain(container.root, path, container)
 
     def _plain(self, value: Any, path: Path, container: Container) -> Any:
@@ -193,7 +193,7 @@ class Values:
 
 
 def tensor_ref(tensor: torch.Tensor, path: Path, container: Container) -> TensorRef:
-    """Return the location of a tensor's bytes. Raises UsageError if its bytes alone do not define it."""
+    """Return the location of a tensor's bytes. Raise UsageError if these bytes alone do not define the tensor."""
     if problem := _problem(tensor):
         raise refuse(path, problem)
     dtype, shape, strides = DTYPE_NAME[tensor.dtype], tuple(tensor.shape), tensor.stride()
@@ -221,12 +221,12 @@ def _problem(tensor: torch.Tensor) -> str:
     return "" if tensor.dtype in DTYPE_NAME else f"has dtype {tensor.dtype}, which cannot be stored"
 
 
-# -- as described in the file --
+# -- read the description in a file --
 
 
 def from_description(what: str, folder: FilePath, text: object, root: Any, find: Callable[[Place], Any]) -> Foreign:
-    """Return what a file's own description lists. `root`: the contents without the description. `find`: returns the
-    tensor at a path, or raises LookupError. Raises UsageError if the file was changed since."""
+    """Return the entries that a file's own description lists. `root`: contents without the description. `find`: returns
+    the tensor at a path, or raises LookupError. Raise UsageError if the file was changed after the description."""
     if type(text) is not str:
         raise CorruptError(f"{DESCRIPTION} is damaged: not a text")
     description = described(text)
@@ -262,7 +262,7 @@ def _form(value: object) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _check_references(entry: OriginEntry) -> None:
-    """Raise CorruptError if plain values contain invalid references."""
+    """Raise CorruptError if the plain values of an entry contain invalid references."""
     for reference in _tagged(entry.values):
         known = reference.get("name") in entry.names
         if reference["$"] == "ndarray":
@@ -274,7 +274,7 @@ def _check_references(entry: OriginEntry) -> None:
 
 
 def _tagged(values: Json) -> Iterator[dict[str, Any]]:
-    """Yield all references to tensors and arrays among plain values."""
+    """Yield all references to tensors and arrays in plain values."""
     if type(values) is dict and values.get("$") in ("tensor", "ndarray"):
         yield values
     elif type(values) in (dict, list):
@@ -283,19 +283,19 @@ def _tagged(values: Json) -> Iterator[dict[str, Any]]:
 
 
 def _arrays(values: Json) -> Iterator[str]:
-    """Yield the names of all numpy arrays among plain values."""
+    """Yield the names of all numpy arrays in plain values."""
     return (str(reference.get("name")) for reference in _tagged(values) if reference["$"] == "ndarray")
 
 
 def _row(value: AnyTensor) -> AnyTensor:
-    """View a tensor as one row of bytes, as arrays are stored in a state; unchanged if it is not contiguous."""
+    """Return a tensor as one row of bytes, as a state stores arrays. A tensor with strides is returned unchanged."""
     if isinstance(value, Chunks) or value.strides is not None:
         return value
     return TensorRef("U8", (math.prod(value.shape) * BITS[value.dtype] // 8,), value.file, value.at)
 
 
 def at_place(root: Any, place: Place) -> Any:
-    """Return the value at a path of keys. Raises LookupError or TypeError if there is none."""
+    """Return the value at a path of keys. Raise LookupError or TypeError if there is no value."""
     for key in place:
         if is_tensor(root) or type(root) is str:
             raise KeyError(key)

@@ -1,8 +1,8 @@
-"""Parse safetensors files: one, or a folder with or without an index. The safetensors library checks each header.
+"""Parse safetensors: a file, or a folder with or without an index. The safetensors library checks each header.
 
-They contain only tensors by name, so they become one module. `safetensors.torch.save_model` omits names that share
-memory with another and lists them in the metadata; here they become aliases. Pieces of tensors, which torch's
-`HuggingFaceStorageWriter` writes from several ranks, are joined.
+The files contain only tensors by name, so they become one module. `safetensors.torch.save_model` omits names that share
+memory with another name, and lists them in the metadata; they become aliases. torch's `HuggingFaceStorageWriter`
+writes pieces of tensors from several ranks; the pieces are joined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.tools.convert.source import OriginEntry
 from ckpt.tools.convert.source_files import FilePiece, Foreign, cannot_read, refuse
 
-MAX_HEADER = 100_000_000  # bytes, the format's own limit
+MAX_HEADER = 100_000_000  # maximum bytes of a header, a limit of the format
 MAX_INDEX = 256 << 20
 _INDEX = ".safetensors.index.json"
 _SHARDING = "DCP_SHARDING_INFO"
@@ -32,7 +32,7 @@ _DTYPES = BITS.keys() - {"F4_E2M1X2", "C128", "C32"}
 
 
 def sniff(path: FilePath) -> bool:
-    """Return True for a safetensors file or index, or a folder that contains some."""
+    """Return True for a safetensors file or index, or for a folder that contains one."""
     if path.is_dir():
         return any(name.endswith((".safetensors", _INDEX)) for name in os.listdir(path))
     if path.name.endswith((".safetensors", _INDEX)):
@@ -42,8 +42,8 @@ def sniff(path: FilePath) -> bool:
 
 
 def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
-    """Parse a file, a folder or an index into one module at `at`. Raises CorruptError if a file is damaged or missing,
-    FormatError if this is not safetensors, and UsageError if the choice of files is ambiguous or a dtype is not
+    """Parse a file, a folder or an index into one module at `at`. Raise CorruptError if a file is damaged or missing,
+    FormatError if the path is not safetensors, and UsageError if several indexes are possible or a dtype is not
     supported."""
     if path.is_dir():
         return _folder(path, at)
@@ -91,7 +91,7 @@ def _indexed(folder: FilePath, name: str, at: Path) -> Foreign:
 
 
 def check_inside(folder: FilePath, file: str) -> None:
-    """Raise CorruptError if a referenced file is outside the folder."""
+    """Raise CorruptError if a file that an index names is outside the folder."""
     if not file or FilePath(file).is_absolute() or ".." in FilePath(file).parts or "\0" in file:
         raise CorruptError(f"{folder}: references a file outside this folder: {file!r}")
 
@@ -115,7 +115,7 @@ def _foreign(folder: FilePath, files: list[str], weights: dict[str, str] | None,
     aliases = {
         show((*at, removed)): names[kept]
         for removed, kept in metadata.items()
-        # "format" names the framework
+        # "format" is not a name of a tensor: its value is the framework
         if kept in names and removed not in names and is_text(removed) and removed != "format"
     }
     entry = OriginEntry(at, "module", {}, (*names.values(), *aliases))
@@ -127,7 +127,7 @@ def _few(notes: list[str]) -> list[str]:
 
 
 def _pieces(folder: FilePath, full: str, parts: list[FilePiece]) -> list[FilePiece]:
-    """Join the pieces of one tensor."""
+    """Join the pieces of one tensor. Raise CorruptError if they do not fit together."""
     name, first = parts[0].name, parts[0]
     if len(parts) == 1 and not any(first.offsets):
         return [replace(first, name=full, offsets=(0,) * len(first.sizes))]
@@ -141,11 +141,11 @@ def _pieces(folder: FilePath, full: str, parts: list[FilePiece]) -> list[FilePie
     return [replace(part, name=full, whole=whole) for part in parts]
 
 
-# -- one file --
+# -- read one file --
 
 
 def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, str]]:
-    """Return the tensors and the metadata of a file whose header the safetensors library has checked."""
+    """Return the tensors and the metadata of a file. The safetensors library checks its header."""
     path = folder / file
     if not path.exists():
         raise CorruptError(f"{folder}: {file} is missing")
@@ -155,7 +155,7 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, 
             length = int.from_bytes(start, "little")
             text = stream.read(min(length, MAX_HEADER))
             metadata = _checked(start + text, os.fstat(stream.fileno()).st_size)
-        header = json.loads(text)  # the library does not return where the bytes are
+        header = json.loads(text)  # parsed again, because the library does not return the positions of the bytes
         header.pop("__metadata__", None)
         places = _offsets(metadata)
         return {name: _tensor(file, name, one, 8 + length, places) for name, one in header.items()}, metadata
@@ -170,9 +170,9 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, 
 
 
 def _checked(head: bytes, size: int) -> dict[str, str]:
-    """Let the library check the header, and return the metadata. The header is in a memory file of the same size,
-    because the library would map the file itself. Some file systems cannot do that, and it reports every failure to
-    open as an absent file."""
+    """Let the library check a header, and return the metadata. The header is copied to a memory file of the same size
+    as the original file. The library would map the original, which some file systems cannot do, and it reports every
+    failure to open a file as a missing file."""
     with os.fdopen(os.memfd_create("header"), "wb") as file:
         file.write(head)
         file.truncate(size)
@@ -185,7 +185,7 @@ def _checked(head: bytes, size: int) -> dict[str, str]:
 
 def _tensor(file: str, name: str, one: Any, start: int, places: dict[str, tuple[int, ...]]) -> FilePiece:
     dtype, shape, (low, _) = one["dtype"], one["shape"], one["data_offsets"]
-    if dtype == "F4" and shape and shape[-1] % 2 == 0:  # torch keeps two values per byte and counts bytes as elements
+    if dtype == "F4" and shape and shape[-1] % 2 == 0:  # torch stores two values per byte, and counts bytes
         dtype, shape = "F4_E2M1X2", [*shape[:-1], shape[-1] // 2]
     elif dtype not in _DTYPES:
         raise refuse((name,), f"has dtype {str(dtype)[:20]}, which is not supported: convert it")
@@ -193,7 +193,7 @@ def _tensor(file: str, name: str, one: Any, start: int, places: dict[str, tuple[
 
 
 def _offsets(metadata: dict[str, str]) -> dict[str, tuple[int, ...]]:
-    """Return the offsets of pieces in their tensors, if this file contains pieces."""
+    """Return for each piece of a tensor its offsets in the tensor. Return {} if the file contains no pieces."""
     if _SHARDING not in metadata:
         return {}
     found = {}

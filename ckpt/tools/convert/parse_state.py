@@ -1,4 +1,4 @@
-"""Infer the entries of a nested state from another library: modules, optimizers, objects with a state, plain values.
+"""Infer the entries of another library's nested state: modules, optimizers, objects with a state, plain values.
 
 Other libraries save values without their classes, so the structure decides. A dict of only tensors is a module; one
 with `state` and `param_groups` is an optimizer. Optimizers number their parameters: names come from the file, or follow
@@ -27,7 +27,7 @@ _LIKE_PARAMETER = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "sum", "acc_delta",
     "exp_inf", "prev", "step_size", "ax", "master_param",
 )  # fmt: skip
-_MANY = 1000  # assignments of names, beyond which the result is ambiguous anyway
+_MANY = 1000  # maximum assignments of names to count: with that many, the result is ambiguous anyway
 _T = TypeVar("_T")
 
 
@@ -35,8 +35,8 @@ _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def _without_wrappers(keys: Iterable[str]) -> dict[str, str]:
-    """Return each key without the parts that torch.compile and checkpoint wrappers add. Files have no classes. If such
-    an attribute has siblings, the module is not a wrapper and keeps the part."""
+    """Return for each key the key without the parts that torch.compile and checkpoint wrappers add. Files do not name
+    classes, so a part is kept if it has siblings, because a wrapper has only one such attribute."""
     parts = {key: key.split(".") for key in keys}
     members: dict[tuple[str, ...], set[str]] = {}
     for path in parts.values():
@@ -50,7 +50,7 @@ def _without_wrappers(keys: Iterable[str]) -> dict[str, str]:
 
 
 def from_state(what: str, folder: FilePath, root: Any, at: Path, values: Values) -> Foreign:
-    """Return the entries of a nested state. A single module, list or tensor goes to `at`."""
+    """Return the entries of a nested state. A single module, list or tensor is placed at `at`."""
     return _Reading(what, folder, at, values).read(root)
 
 
@@ -78,7 +78,7 @@ class _Reading:
         return Foreign(*found, self._values.objects)
 
     def _loose_module(self, root: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Move a model's loose tensors to `at`, and return the rest. Some trainers store them next to other entries."""
+        """Move a model's tensors at the top level to `at`, because some trainers store them next to other entries."""
         loose = {k: v for k, v in root.items() if is_tensor(v) and type(k) is str and ("." in k or v.dtype in FLOATING)}
         head = self._at[0] if self._at else None
         if not any("." in key for key in loose) or head in root:
@@ -105,7 +105,7 @@ class _Reading:
             self._module(value, path)
         elif kind == "optimizer":
             self._optimizers.append((len(self._entries), path, value))
-            self._entries.append(OriginEntry(path, kind, {}, ()))  # replaced when all modules are known
+            self._entries.append(OriginEntry(path, kind, {}, ()))  # a placeholder, replaced when all modules are known
         else:
             data, names = self._parts.values(value, path)
             self._entries.append(OriginEntry(path, kind, {}, names, data))
@@ -140,7 +140,7 @@ class _Reading:
                 found += names
         others: list[Json] = []
         fixed: list[str] = []
-        # our exports store tensors that only the optimizer has here
+        # exports of this library store tensors under "params" that only the optimizer has
         for place, tensor in saved.get("params", {}).items():
             self._parts.tensor(show((*path, "params", place)), tensor)
             fixed.append(show((*path, "params", place)))
@@ -162,12 +162,12 @@ class _Reading:
 
 
 def _with_orders(entry: OriginEntry, orders: Mapping[str, list[int] | None]) -> OriginEntry:
-    """Record the memory layout of tensors that are not contiguous."""
+    """Record the order of dimensions in memory for tensors that are not in row-major order."""
     layouts = {name: order for name in entry.names if (order := orders.get(name)) is not None}
     return structs.replace(entry, facts={**entry.facts, ORDERS: layouts}) if layouts else entry
 
 
-# -- what a value is, by its form --
+# -- infer the kind of a value from its structure --
 
 
 def _kind(value: Any) -> str:
@@ -179,14 +179,14 @@ def _kind(value: Any) -> str:
     if not tensors or not all(type(key) is str for key in value):
         return "stateful"
     if len(tensors) == len(value):
-        # states of random number generators are dicts of bytes
+        # the state of random number generators is a dict of tensors of bytes
         return "stateful" if all(t.dtype == "U8" for t in tensors) else "module"
     others = [key for key, v in value.items() if not is_tensor(v)]
     return "custom module" if all(key.endswith("_extra_state") for key in others) else "stateful"
 
 
 def _holds(value: Any) -> bool:
-    """Return True if the value contains something that is an entry itself."""
+    """Return True if the value contains a value that must be an entry of its own."""
     return any(
         _kind(part) in ("module", "optimizer", "custom module") or _is_scheduler(part) or _holds(part)
         for part in _parts(value)
@@ -194,7 +194,7 @@ def _holds(value: Any) -> bool:
 
 
 def _step(root: Any) -> int | None:
-    """Return the training step under its usual names."""
+    """Return the training step, which is stored under one of its usual names, or None."""
     steps = [root.get(key) for key in ("global_step", "step")] if type(root) in (dict, OrderedDict) else []
     return next((step for step in steps if type(step) is int and 0 <= step < 2**53), None)
 
@@ -231,7 +231,7 @@ def _is_listed(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_flat(value: Mapping[Any, Any]) -> bool:
-    """Match `state.<parameter>.<key>` and `param_groups.<parameter>.<setting>`, torch's flattened form."""
+    """Return True for torch's flattened form: `state.<parameter>.<key>` and `param_groups.<parameter>.<setting>`."""
     if not all(type(key) is str and key.startswith(("state.", "param_groups.")) for key in value):
         return False
     settings = [key.removeprefix("param_groups.") for key in value if key.startswith("param_groups.")]
@@ -241,7 +241,7 @@ def _is_flat(value: Mapping[Any, Any]) -> bool:
 
 
 def _unflattened(value: dict[str, Any]) -> dict[str, Any]:
-    """Convert to the list form. Consecutive parameters with equal settings form one group."""
+    """Convert a flattened optimizer state to the list form. Consecutive parameters with equal settings form a group."""
     if not _is_flat(value):
         return value
     settings: dict[str, dict[str, Any]] = {}
@@ -259,17 +259,17 @@ def _unflattened(value: dict[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-# -- the names of the parameters of an optimizer --
+# -- names of an optimizer's parameters --
 
 
 class ParameterNames:
-    """Finds the names of an optimizer's parameters in the modules of the state. `at`: path of bare weights."""
+    """Finds the names of an optimizer's parameters in the modules of the state. `at`: path for bare weights."""
 
     def __init__(self, modules: Sequence[ModuleNames], at: Path, note: Callable[[Path, str], None]) -> None:
         self._modules, self._at, self._note = modules, at, note
 
     def of(self, path: Path, keys: list[Any], saved: dict[str, Any]) -> dict[Any, str]:
-        """Return the names of an optimizer's parameters by its own keys."""
+        """Return the names of an optimizer's parameters, by the keys that the optimizer uses for them."""
         given = [group.get("param_names") for group in saved["param_groups"]]
         own = [name for one in given if type(one) is list for name in one if type(name) is str]
         if len(own) != len(keys) or len(set(own)) != len(own):
@@ -293,7 +293,7 @@ class ParameterNames:
         return dict(zip(keys, places, strict=True))
 
     def _choose(self, path: Path, fitting: dict[Path, _T]) -> _T | None:
-        """Choose among the modules that fit an optimizer: the only one, or the model rather than its average."""
+        """Choose one of the modules that fit an optimizer: the only one, or the model rather than its averaged copy."""
         usual = [path for path in fitting if path == self._at or path[-1:] in (("model",), ("state_dict",))]
         if len(fitting) > 1 and len(usual) == 1:
             self._note(path, f"several modules fit its parameters: used {show(usual[0])}")
@@ -302,7 +302,7 @@ class ParameterNames:
 
 
 class ModuleNames:
-    """The tensors of one module by their names in it."""
+    """The tensors of one module, by their names in the module."""
 
     def __init__(self, path: Path, names: dict[str, tuple[str, AnyTensor]], aliases: Mapping[str, str]) -> None:
         self.path, self.names, self._aliases = path, names, aliases
@@ -312,8 +312,8 @@ class ModuleNames:
         return self._aliases.get(found, found)
 
     def match(self, groups: list[list[tuple[int, ...] | None]]) -> list[str] | None:
-        """Match the groups' parameters with the module's, in the module's order. Return full names, None if
-        ambiguous."""
+        """Match the parameters of the groups with the module's tensors, in the module's order. Return their full names,
+        or None if the match is ambiguous."""
         candidates = [
             (full, tensor.shape)
             for name, (full, tensor) in self.names.items()
@@ -322,7 +322,7 @@ class ModuleNames:
         total = sum(map(len, groups))
         if total == 0 or total > len(candidates):
             return None
-        # Number of assignments of the first names, by how many parameters of each group are assigned; at most two each.
+        # Number of ways to assign the tensors so far, up to two, by how many parameters of each group are assigned.
         ways: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(groups): (1, None)}
         for number, (_, shape) in enumerate(candidates):
             spare = len(candidates) - total
@@ -352,7 +352,7 @@ def _add(ways: dict[tuple[int, ...], tuple[int, Any]], key: tuple[int, ...], cou
 
 
 def _shape(state: Any) -> tuple[int, ...] | None:
-    """Return the shape of the parameter that a piece of optimizer state belongs to, if it is known."""
+    """Return the shape of the parameter to which a part of optimizer state belongs, or None if it is unknown."""
     for key in _LIKE_PARAMETER:
         if is_tensor(state.get(key)):
             return tuple(state[key].shape)

@@ -1,7 +1,7 @@
-"""Parse a file of `torch.save` with torch's unpickler of `weights_only=True`, so that no code in it is executed.
+"""Parse a torch.save file with torch's unpickler for `weights_only=True`, so that no code in the file is executed.
 
-Only the pickle is read. Its storages get no memory, but the offset of each in the file is known. Tensors thus become
-ranges of the file that are read when needed.
+Only the pickle is read. Its storages get no memory, but their offsets in the file are known. So each tensor becomes a
+range of the file, which is read when it is needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckpt.tools.convert.source_files import Foreign, cannot_read
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar")
 _RECORDS = (b"data.pkl", b"version", b"byteorder", b".format_version", b"constants.pkl")
-_LOCAL = struct.Struct("<26x2H")  # header before each record; only the lengths at its end matter
+_LOCAL = struct.Struct("<26x2H")  # zip header before each record; only the two lengths at its end are used
 _LIGHTNING = ("lightning_fabric.utilities.data", "lightning.fabric.utilities.data",
               "pytorch_lightning.utilities.parsing", "lightning.pytorch.utilities.parsing")  # fmt: skip
 _NUMPY = {"_reconstruct": np.zeros(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
@@ -43,7 +43,7 @@ def _default_dict(factory: Any = None) -> dict[Any, Any]:
     return {}
 
 
-# Classes of plain data that torch does not allow: numpy's arrays and scalars, and subclasses of dict.
+# Classes of plain data that torch does not allow by default: numpy's arrays and scalars, and subclasses of dict.
 _ALSO: list[Any] = [
     np.ndarray, np.dtype, int, bytes, _codecs.encode, (_default_dict, "collections.defaultdict"),
     *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type)),
@@ -53,7 +53,7 @@ _ALSO: list[Any] = [
 
 
 class _Object:
-    """Stands for an object that only code could create. Accepts and ignores its state."""
+    """A stand-in for an object that only code could create. It accepts and ignores the object's state."""
 
     def __new__(cls, *args: Any) -> _Object:
         return super().__new__(cls)
@@ -65,12 +65,12 @@ class _Object:
         pass
 
 
-_KNOWN = ("torch._", "torch.distributed.")  # torch reports missing classes of these itself
+_KNOWN = ("torch._", "torch.distributed.")  # prefixes of classes for which torch itself raises a clear error
 _AGAIN = "in a trusted environment, load it with torch.load(..., weights_only=True) and torch.save it again"
 
 
 def sniff(path: FilePath) -> bool:
-    """Return True if a file looks like one of torch.save, of any version."""
+    """Return True if a file looks like a torch.save file of any version."""
     head = start_of(path, 512)
     if head.startswith(b"PK\3\4") and len(head) >= _LOCAL.size:
         length, _ = _LOCAL.unpack_from(head)
@@ -79,8 +79,8 @@ def sniff(path: FilePath) -> bool:
 
 
 def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
-    """Parse a file of torch.save. A bare state_dict goes to `at`. Raises CorruptError if it is damaged, FormatError if
-    it contains only code or is not such a file, and UsageError with the path of a tensor that is not supported."""
+    """Parse a torch.save file. A bare state_dict is placed at `at`. Raise CorruptError if the file is damaged,
+    FormatError if it contains only code or is not such a file, UsageError with the path of an unsupported tensor."""
     if path.suffix == ".distcp":
         raise UsageError(f"{path} is one file of a distributed checkpoint: give its folder, {path.parent}")
     what, values = "a torch.save file", Values()
@@ -95,7 +95,7 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
 
 
 class _Reader(Unpickler):
-    """Creates storages without memory. `storages`: as in `Container`."""
+    """An unpickler whose storages have no memory. `storages`: as in `Container`."""
 
     def __init__(self, pickled: bytes, records: Mapping[str, tuple[int, int]]) -> None:
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
@@ -112,7 +112,7 @@ class _Reader(Unpickler):
 
 
 def load(stream: IO[bytes], file: str, start: int = 0) -> Container:
-    """Read what torch.save wrote to a stream that begins at byte `start` of a file. No tensor bytes are read."""
+    """Read the torch.save archive that begins at byte `start` of a file, without reading bytes of tensors."""
     try:
         records, pickled = _records(stream)
         with torch.serialization.safe_globals(_ALSO), warnings.catch_warnings():
@@ -125,16 +125,16 @@ def load(stream: IO[bytes], file: str, start: int = 0) -> Container:
         raise
     except OSError as error:
         raise cannot_read(FilePath(file), error) from None
-    except Exception as error:  # torch can raise anything for foreign bytes
+    except Exception as error:  # torch can raise any error for bytes that it did not write
         raise _refused(error) from None
     finally:
-        torch._utils._sparse_tensors_to_validate.clear()  # tensors without memory cannot be validated
+        torch._utils._sparse_tensors_to_validate.clear()  # torch cannot validate tensors without memory
     return Container(root, file, start, reader.storages)
 
 
 def _stand_ins(stream: IO[bytes]) -> list[Any]:
-    """Create an empty class for each class or function in the file that is not allowed. Nothing is imported or
-    executed."""
+    """Create an empty class for each class or function in the file that torch does not allow, without importing or
+    executing it."""
     made = list[Any]()
     for full in torch.serialization.get_unsafe_globals_in_checkpoint(stream):
         module, _, name = full.rpartition(".")
@@ -144,7 +144,7 @@ def _stand_ins(stream: IO[bytes]) -> list[Any]:
 
 
 def _records(stream: IO[bytes]) -> tuple[dict[str, tuple[int, int]], bytes]:
-    """Return the pickle, and the offset and length of each record."""
+    """Return the offset and length of each record by name, and the bytes of the pickle."""
     head = stream.read(4)
     if head[:1] == b"\x80":
         raise UsageError(f"written by torch before 1.6, or a plain pickle: {_AGAIN}")
@@ -175,7 +175,7 @@ def _records(stream: IO[bytes]) -> tuple[dict[str, tuple[int, int]], bytes]:
 
 
 def _refused(error: Exception) -> CorruptError | FormatError | UsageError:
-    """Convert torch's error about a file that it does not load."""
+    """Convert torch's error about a file that it rejects to an error with a remedy."""
     text = str(error).rpartition("WeightsUnpickler error:")[2].rpartition("a trusted source.")[2].strip()
     if "to load DTensors" in text or "torch.distributed.tensor.DTensor" in text:
         return UsageError(
@@ -192,8 +192,8 @@ def _refused(error: Exception) -> CorruptError | FormatError | UsageError:
 
 @contextmanager
 def opened(path: FilePath) -> Iterator[io.BufferedReader]:
-    """Open a regular file. Raises UsageError if there is none. If a read fails, UnreadableError is raised, whatever
-    zipfile, torch or an unpickler make of the error."""
+    """Open a regular file. Raise UsageError if it does not exist. If a read fails, UnreadableError is raised, whatever
+    error zipfile, torch or an unpickler makes of it."""
     try:
         fd = open_regular(path)
     except OSError as error:
@@ -212,7 +212,7 @@ def opened(path: FilePath) -> Iterator[io.BufferedReader]:
 
 
 class FileSection(io.RawIOBase):
-    """A range of a file as a file object. `failures`: receives the errors of its reads."""
+    """A range of a file as a file object. `failures`: list to which errors of reads are appended."""
 
     def __init__(self, fd: int, start: int, length: int, failures: list[OSError]) -> None:
         self._fd, self._start, self._length, self._at, self._failures = fd, start, length, 0, failures
@@ -247,7 +247,7 @@ class FileSection(io.RawIOBase):
 
 @contextmanager
 def naming_file(path: FilePath, inside: Path = ()) -> Iterator[None]:
-    """Add the name of the file to errors."""
+    """Add the name of the file to the message of an error."""
     try:
         yield
     except (CorruptError, FormatError, UsageError) as error:

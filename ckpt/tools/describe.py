@@ -1,4 +1,4 @@
-"""Describes the contents and storage of a checkpoint, and differences between two. Plain values, without torch."""
+"""Describes the contents and storage of a checkpoint, and the differences between two. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.table import Table
 from ckpt.errors import CorruptError
 
-Entries = dict[str, tuple[dict[str, Any], Any]]  # by path: its constant facts, and its plain values as stored
+Entries = dict[str, tuple[dict[str, Any], Any]]  # by path of the entry: its constant facts, its stored plain values
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor name. `alias_of`: the tensor that it shares memory with, whose name its bytes are stored under."""
+    """One name of a tensor. `alias_of`: the main name of the tensor, if this name is an alias."""
 
     name: str
     dtype: str
@@ -34,12 +34,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlobStorage:
-    """How some chunks are stored. `stored`: bytes in this checkpoint's data files, each range counted once.
+    """How some chunks are stored. `stored`: bytes in this checkpoint's data files; each range counts once.
 
-    `held`: number of chunks by form: raw, planes (compressed), delta (compressed difference to an older chunk),
-    reference (in a data file of an older checkpoint, in any form) or "as another" (same bytes as an earlier tensor in
-    the list). `depth`: 1 if a base must be decoded first, else 0. `reads`: bytes that a restore reads, including bases,
-    each range counted once.
+    `held`: number of chunks by form: raw, planes (compressed), delta (compressed difference from an older chunk),
+    reference (in a data file of an older checkpoint, in any form), or "as another" (same bytes as an earlier tensor in
+    the list). `depth`: 1 if a base must be decoded first, else 0. `reads`: bytes that a restore reads, including bases;
+    each range counts once.
     """
 
     stored: int
@@ -54,13 +54,13 @@ REFERENCE, AS_ANOTHER = HELD.index("reference"), HELD.index("as another")
 
 
 class Storages:
-    """Sums up how some tensors are stored, from chunk tables. A table has everything that some ranks stored.
+    """Counts how tensors are stored, from chunk tables. Each table has all chunks of some ranks.
 
-    `used`: bytes that a restore reads from each data file, each range counted once.
+    `used`: bytes that a restore reads from each data file; each range counts once.
     """
 
     def __init__(self, checkpoint: CheckpointId, keys: Iterable[Key]) -> None:
-        """Count a range that several tensors share for the first of them in `keys`."""
+        """`keys`: the tensors. A range that several tensors share counts for the first of them in this order."""
         self._checkpoint, self._place = checkpoint, {key: i for i, key in enumerate(keys)}
         self._stored, self._reads, self._depth = (np.zeros(len(self._place), np.int64) for _ in range(3))
         self._held = np.zeros((len(self._place), len(HELD)), np.int64)
@@ -72,7 +72,7 @@ class Storages:
         return BlobStorage(int(self._stored[i]), held, int(self._depth[i]), int(self._reads[i]))
 
     def add(self, table: Table) -> None:
-        """Add a table. Tables have no common ranges, because a rank builds only on its own data files."""
+        """Add a chunk table. Two tables never share a range, because a rank refers only to its own data files."""
         shards, stored = table.columns, table.stored
         keys = zip(shards.names, shards.instance.tolist(), strict=True)
         tensors = np.repeat(np.array([self._place.get(key, -1) for key in keys], np.int64), np.diff(table.starts))
@@ -94,7 +94,7 @@ class Storages:
                 self.used[key] = self.used.get(key, 0) + int(nbytes)
 
     def _count_reads(self, table: Table, rows: I64, tensor: I64, ranges: I64) -> None:
-        """Count the bytes to read for each tensor, including the bases of its chunks."""
+        """Count the bytes that a restore reads for each tensor, including the bases of its chunks."""
         based = table.base[rows] >= 0
         self._depth[tensor[based]] = 1
         rows, tensor = np.concatenate([rows, table.base[rows[based]]]), np.concatenate([tensor, tensor[based]])
@@ -103,26 +103,26 @@ class Storages:
 
 
 def _ranges(table: Table) -> I64:
-    """Return for each chunk the number of its byte range."""
+    """Return for each chunk a number that identifies its byte range."""
     columns = np.stack([table.file, table.offset, table.stored], 1)
     return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
 class Reference(str):
-    """Replaces the tensor of this name among plain values."""
+    """The name of a tensor, in place of the tensor in plain values."""
 
     __repr__ = str.__str__
 
 
 def tensors_of(saved: SavedState) -> dict[str, Tensor]:
-    """Return the tensors of all names, including aliases."""
+    """Return all tensor names with their tensors, including aliases."""
     specs = {label: saved.tensors[key].spec for label, key in saved.labels.items()}
-    known_as = {key: label for label, key in reversed(saved.labels.items())}  # a name before its aliases
+    known_as = {key: label for label, key in reversed(saved.labels.items())}  # main names precede aliases
     return all_names(specs, {label: known_as[key] for label, key in saved.labels.items()})
 
 
 def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors of all names. `names`: the main name for each name."""
+    """Return all tensor names with their tensors. `names`: the main name for each name."""
     found: dict[str, Tensor] = {}
     for name, of in names.items():
         spec = tensors[of]
@@ -131,8 +131,8 @@ def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> di
 
 
 def entries_of(saved: SavedState, wanted: Callable[[str], bool] = lambda path: True, *, once: bool = False) -> Entries:
-    """Return the wanted entries of the state, by path. Other ranks' entries are included only if they differ from the
-    first rank's, and with `once` never."""
+    """Return the wanted entries of the state, by path. Entries of other ranks are included only if they differ from the
+    first rank's. With `once`, they are never included."""
     found: Entries = {}
     try:
         for rank, component, raw in saved.said(lambda path: wanted(values.show(path)), once=once):
@@ -148,7 +148,7 @@ def entries_of(saved: SavedState, wanted: Callable[[str], bool] = lambda path: T
 
 
 def leaves_of(entries: Entries, start: str, *, apart: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield the decoded plain values of an entry, by path. Tensors among them become references."""
+    """Yield the decoded plain values of an entry, by path, with a `Reference` in place of each tensor."""
     facts, raw = entries.get(start, ({}, None))
     if raw is not None or facts.get("kind") == "plain":
         decoded = values.decode(raw, _shown)
@@ -156,7 +156,7 @@ def leaves_of(entries: Entries, start: str, *, apart: bool = False) -> Iterator[
 
 
 def _shown(tagged: dict[str, Any]) -> object:
-    """Return a replacement for a value that is not plain: a text, or the attributes of an object."""
+    """Return a substitute for a value that is not plain: a text, or the attributes of an object."""
     found = [tagged[key] for key in ("attributes", "state") if key in tagged]
     if tagged["$"] == "namedtuple" or found:
         return found[0] if found else tagged["v"]
@@ -164,7 +164,7 @@ def _shown(tagged: dict[str, Any]) -> object:
 
 
 def leaves(path: str, value: Any, apart: bool) -> Iterator[tuple[str, Any]]:
-    """Yield all values except containers, by path. Flat lists stay whole unless `apart` is True."""
+    """Yield all values that are not containers, by path. A flat list counts as one value unless `apart` is True."""
     nested = isinstance(value, (list, tuple)) and (apart or any(isinstance(v, (dict, list, tuple)) for v in value))
     if not value or not (nested or isinstance(value, dict)):
         yield path, value
@@ -174,7 +174,7 @@ def leaves(path: str, value: Any, apart: bool) -> Iterator[tuple[str, Any]]:
 
 
 def differing_values(a: Entries, b: Entries) -> Iterator[dict[str, Any]]:
-    """Yield the plain values that differ, by path."""
+    """Yield each path at which the plain values differ, with both values."""
     for start in dict.fromkeys([*a, *b]):
         if start in a and start in b and canonical(a[start]) == canonical(b[start]):
             continue
@@ -186,16 +186,16 @@ def differing_values(a: Entries, b: Entries) -> Iterator[dict[str, Any]]:
             only_in = None if path in here and path in there else "a" if path in here else "b"
             sides = {side: found.get(path, ("", None))[1] for side, found in (("a", here), ("b", there))}
             yield {"path": path, "only_in": only_in, **sides}
-        if not paths:  # equal values, but another kind of object or another order
+        if not paths:  # the values are equal, but the kind of object or the order differs
             yield {"path": start, "only_in": None, "a": a.get(start), "b": b.get(start)}
 
 
 def jsonable(value: Any) -> Any:
-    """Return the value if JSON can represent it, else a text."""
+    """Return the value if JSON can represent it, otherwise a text."""
     if isinstance(value, (list, tuple)):
         return [jsonable(v) for v in value]
     if type(value) is float:
         return value if math.isfinite(value) else str(value)
     if type(value) is int:
-        return value if abs(value) < 2**53 else hex(value)  # Python limits the length of decimals, but not of hex
+        return value if abs(value) < 2**53 else hex(value)  # hex, because Python limits the length of decimal numbers
     return value if value is None or type(value) in (bool, str) else repr(value)

@@ -1,8 +1,8 @@
-"""Parse a `torch_dist` checkpoint of Megatron, with the entries of a run of `ckpt.megatron`.
+"""Parse a `torch_dist` checkpoint of Megatron into the same entries as those of a run of `ckpt.megatron`.
 
-It is a folder of torch's distributed checkpoints (`convert.parse_dcp`) in which all layers of the decoder are one
-tensor, plus `common.pt`, a torch.save file, and `metadata.json`. An optimizer saved as `fully_reshardable` has whole
-tensors; only Megatron can assemble the other kinds.
+The checkpoint is a folder of torch's distributed checkpoints (`convert.parse_dcp`) in which all layers of the decoder
+are one tensor, plus `common.pt`, a torch.save file, and `metadata.json`. An optimizer that was saved as
+`fully_reshardable` has whole tensors. Other kinds are rejected, because only Megatron can assemble them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ckpt.tools.convert.source import OriginEntry
 from ckpt.tools.convert.source_files import Foreign
 
 WHAT = "a torch_dist checkpoint of Megatron"
-LAYERS = re.compile(r"(decoder\.layers)\.(?!\d)(.+)")  # all layers in one tensor
+LAYERS = re.compile(r"(decoder\.layers)\.(?!\d)(.+)")  # matches keys of tensors that contain all layers
 STATE = re.compile(r"optimizer\.state\.(param|exp_avg|exp_avg_sq)\.(.+)")
-OPTIMIZER = ("optimizer.", "chained_")  # prefixes of keys of optimizers
-NOWHERE = {"place": [0] * 5}  # random numbers of a rank that does not exist, so no rank restores them (`ckpt.megatron`)
+OPTIMIZER = ("optimizer.", "chained_")  # prefixes of the keys that belong to optimizers
+NOWHERE = {"place": [0] * 5}  # random numbers of a rank that does not exist, so that no rank restores them
 TOLD = ("checkpoint_version", "content_metadata", "iteration", "model", "opt_param_scheduler", "optimizer")
-MAX_SAID = 1 << 20  # most bytes of Megatron's metadata.json
+MAX_SAID = 1 << 20  # maximum bytes of Megatron's metadata.json
 
 
 def sniff(path: FilePath) -> bool:
-    """Return True if the folder contains Megatron's description of its format."""
+    """Return True if the folder contains Megatron's description of its checkpoint format."""
     return "sharded_backend" in _megatron_metadata(path)
 
 
@@ -49,8 +49,8 @@ def _megatron_metadata(path: FilePath) -> dict[str, Any]:
 
 
 def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
-    """Parse such a checkpoint; the model goes to `at`. Errors as in `parse_dcp`; UsageError for another format of
-    Megatron's."""
+    """Parse such a checkpoint, and place the model at `at`. Raise the errors of `parse_dcp`, and UsageError for another
+    checkpoint format of Megatron."""
     if (backend := _megatron_metadata(path)["sharded_backend"]) != "torch_dist":
         raise UsageError(
             f"{path} has Megatron's format {backend!r:.40}, not torch_dist: load and save it with Megatron"
@@ -68,7 +68,7 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
 
 
 class _Reading:
-    """`tensors`: by Megatron's keys. `common`: contents of common.pt."""
+    """Converts the contents of a checkpoint. `tensors`: by Megatron's keys. `common`: contents of common.pt."""
 
     def __init__(self, folder: FilePath, tensors: Mapping[str, AnyTensor], common: Mapping[str, Any], at: Path) -> None:
         self._folder, self._common, self._at = folder, common, at
@@ -82,8 +82,8 @@ class _Reading:
         self._parts = Parts()
 
     def read(self, others: set[str], objects: Mapping[Path, str]) -> Foreign:
-        """Return the contents. `others`: keys of non-tensors. `objects`: objects in common.pt that only code could
-        create."""
+        """Return the contents. `others`: keys of values that are not tensors. `objects`: objects in common.pt that only
+        code could create."""
         problem = self._problem() if self._trained else ""
         entries, parts, missed = [self._model(masters=not problem)], self._parts, dict[Path, str]()
         if self._trained and not problem:
@@ -105,7 +105,7 @@ class _Reading:
         )
 
     def _problem(self) -> str:
-        """Return why only Megatron can assign the optimizer's state to the weights, or "" if it is clear."""
+        """Return why only Megatron can assign the optimizer's state to the weights, or "" if this module can."""
         saved = self._common.get("optimizer")
         how = saved.get("param_state_sharding_type") if type(saved) is dict else None
         if how != "fully_reshardable":
@@ -119,7 +119,7 @@ class _Reading:
         return ""
 
     def _model(self, *, masters: bool) -> OriginEntry:
-        """Return the weights; for trained ones the fp32 copies."""
+        """Return the weights. `masters`: use the optimizer's fp32 copies for the trained weights."""
         better = self._state["param"] if masters else {}
         names = []
         for name, weight in self._weights.items():
@@ -140,7 +140,7 @@ class _Reading:
         return OriginEntry(path, "stateful", {}, names, data)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the values that `ckpt.megatron` saves once for all ranks."""
+        """Return the plain values that `ckpt.megatron` saves once for all ranks."""
         saved = self._common["optimizer"]
         try:
             groups = [
@@ -161,7 +161,7 @@ class _Reading:
 
 
 def _by_layer(tensors: Mapping[str, AnyTensor]) -> Iterator[tuple[str, AnyTensor]]:
-    """Split the tensors of all layers, with the names of `ckpt.megatron`."""
+    """Split tensors of all layers into one tensor per layer, with the names that `ckpt.megatron` uses."""
     for key, tensor in tensors.items():
         match = LAYERS.fullmatch(key)
         if match is None:
@@ -171,7 +171,7 @@ def _by_layer(tensors: Mapping[str, AnyTensor]) -> Iterator[tuple[str, AnyTensor
 
 
 def _layer(tensor: AnyTensor, number: int) -> AnyTensor:
-    """Return one layer: an index of the first axis."""
+    """Return the tensor of one layer, which is one index of the first dimension."""
     item = BITS[tensor.dtype] // 8
     whole = (((0,) * len(tensor.shape), tensor.shape, tensor),) if isinstance(tensor, TensorRef) else tensor.parts
     found = []
@@ -185,7 +185,7 @@ def _layer(tensor: AnyTensor, number: int) -> AnyTensor:
 
 
 def _number(folder: FilePath, value: Any) -> Any:
-    """Convert a tensor of one float to that number."""
+    """Read a tensor of one float, and return the number."""
     if not is_tensor(value):
         return value
     if value.dtype != "F32" or math.prod(value.shape) != 1:

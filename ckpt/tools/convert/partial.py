@@ -1,7 +1,7 @@
-"""`<target>.partial`, the folder in which an export is written, next to the target.
+"""`<target>.partial`: the folder next to the target in which an export is written.
 
-The target appears by one rename when the export is complete and durable. A journal in the folder lists the written
-bytes with their digests, so that the next call continues.
+When the export is complete and durable, one rename turns it into the target. A journal in the folder lists the bytes
+that were written and their digests, so that a repeated export can continue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_target(target: Path, *, single: bool = False) -> None:
 
 
 def partial_of(target: Path) -> Path:
-    """Return the folder in which an export is written until it is complete."""
+    """Return the path of the folder in which an export is written until it is complete."""
     return target.with_name(f"{target.name}.partial")
 
 
@@ -75,7 +75,7 @@ class Workshop:
         os.close(self._lock)
 
     def _adopt(self) -> None:
-        """Continue an interrupted export if it has the same plan."""
+        """Continue an interrupted export if it has the same plan. Raise UsageError if the folder has other contents."""
         about = self.folder / "plan.json"
         try:
             begun = json.loads(read_regular(about))["plan"]
@@ -97,7 +97,7 @@ class Workshop:
             )
         with contextlib.suppress(FileNotFoundError):
             for line in read_regular(self.folder / "journal").splitlines():
-                with contextlib.suppress(ValueError, TypeError):  # the last line may be truncated
+                with contextlib.suppress(ValueError, TypeError):  # an interruption may have truncated the last line
                     name, start, stop, digest = json.loads(line)
                     self.noted[name, start, stop] = digest
 
@@ -116,7 +116,7 @@ class Workshop:
         try:
             for file in output.files:
                 _reserve(self.path(file, output), file.size)
-            if output.staged:  # its output is about as large, and made again each time
+            if output.staged:  # the final output is about as large, and is not kept after an interruption
                 _remove(self.out)
                 if shutil.disk_usage(self.folder).free < need:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -134,7 +134,7 @@ class Workshop:
             ) from None
 
     def note(self, done: Sequence[tuple[str, int, int, str]]) -> None:
-        """Record durably in the journal that these bytes are on the disk."""
+        """Record in the journal, durably, that these ranges are on the disk."""
         fd = open_regular(self.folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(fd, b"".join(b"\n" + json.dumps(one).encode() for one in done) + b"\n")
@@ -143,7 +143,7 @@ class Workshop:
             os.close(fd)
 
     def appear(self) -> None:
-        """Give the output the target's name by one rename."""
+        """Rename the complete output to the target. Raise UsageError if the target exists now."""
         _sync_tree(self.out)
         check_target(self.target)
         try:
@@ -162,7 +162,7 @@ class Workshop:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Create a file of this size and allocate its space. An existing file of the size is kept."""
+    """Create a file of this size, and allocate its space. Keep an existing file if it has this size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -175,7 +175,7 @@ def _reserve(path: Path, size: int) -> None:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Allocate the space of a file in advance, or only set its size if the file system cannot allocate."""
+    """Allocate the space of a file. If the file system cannot allocate in advance, only set the file's size."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -192,13 +192,13 @@ def _remove(path: Path) -> None:
 
 
 def _rename_new(path: Path, target: Path) -> None:
-    """Rename without replacing: raises OSError if the target exists."""
+    """Rename a file or folder. Raise OSError if the target exists."""
     try:
         os.link(path, target)
     except OSError as error:
         if error.errno == errno.EEXIST:
             raise
-        check_target(target)  # for file systems without links
+        check_target(target)  # not atomic, for file systems without hard links
         os.rename(path, target)
     else:
         path.unlink()
@@ -208,7 +208,7 @@ def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.fsync(fd)
-    except OSError as error:  # some file systems cannot fsync a folder
+    except OSError as error:  # some file systems do not support fsync of a folder
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
     finally:

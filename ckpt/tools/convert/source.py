@@ -1,10 +1,10 @@
-"""The source of an offline command: a state of whole tensors and plain values in any format.
+"""The source of an export or import: a state of whole tensors and plain values, in any format.
 
     open -> view -> read
 
 An *origin* is a checkpoint of a run (`ckpt.tools.convert.source_run`) or files of another library
-(`convert.source_files`). Both store tensors as pieces: boxes whose bytes are contiguous somewhere. `Assembly` copies
-pieces, in any order, to the requested memory, so that no tensor has to be in memory as a whole.
+(`convert.source_files`). Both store each tensor as pieces, which are boxes with contiguous bytes. `Assembly` copies
+pieces in any order to the requested memory, so that no tensor must be in memory as a whole.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class OriginEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One entry of a state, as in a layout. `names`: all its tensors including aliases; `values`: tagged plain
-    values."""
+    """One entry of a state, like a component of a layout. `names`: names of all its tensors, including aliases.
+    `values`: its plain values, tagged."""
 
     path: tuple[str | int, ...]
     kind: str
@@ -43,16 +43,16 @@ class OriginEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def component(self) -> dict[str, Any]:
-        """Return the entry in the form of a layout."""
+        """Return the entry as a component of a layout."""
         return {"path": list(self.path), "kind": self.kind, "facts": self.facts, "names": list(self.names)}
 
 
 @dataclass(frozen=True)
 class RankView:
-    """The part of an origin that one rank receives. `tensors`: label of the tensor for every name in the entries.
+    """The part of an origin that one rank receives. `tensors`: for each name in the entries, the label of its tensor.
 
-    `aliases`: further names, each with the name that it refers to. `notes`: information for users, for example whose
-        values were used. `step`: training step, None if unknown.
+    `aliases`: for each further name of a tensor, its main name. `notes`: information for users, for example which
+        rank's values were used. `step`: training step, None if unknown.
     """
 
     entries: tuple[OriginEntry, ...]
@@ -64,8 +64,8 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A request for elements `start` to `stop` of a box of a tensor in row-major order, with memory for exactly these
-    bytes."""
+    """A request for the elements `start` to `stop` of a box of a tensor, in row-major order. `into`: memory of exactly
+    their size."""
 
     label: str
     box: Box
@@ -75,10 +75,10 @@ class Want:
 
 
 class Origin(Protocol):
-    """A readable state. `title`: description for users; `about`: the same for programs.
+    """A state that can be read. `title`: description for users. `about`: the same description for programs.
 
-    `identity`: equal if nothing can have changed. `keep`: bytes that it may cache between reads. Raises CorruptError
-        with the tensor's name, and StoreError.
+    `identity`: equal for two origins only if their contents are equal. `keep`: bytes that may be cached between reads.
+        Raises CorruptError with the tensor's name, and StoreError.
     """
 
     title: str
@@ -88,23 +88,23 @@ class Origin(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Specifications of whole tensors by unique label."""
+        """Specifications of the whole tensors, by their unique labels."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The label of every name, including aliases."""
+        """The label of the tensor for every name, including aliases."""
 
     def view(self, rank: int = 0, world: int = 1) -> RankView:
-        """Return what one of `world` ranks receives. Raises MismatchError if that is ambiguous."""
+        """Return the part that one of `world` ranks receives. Raise MismatchError if that is ambiguous."""
 
     def plain(self, wanted: Callable[[str], bool] = ...) -> dict[str, tuple[dict[str, Any], Json]]:
-        """Return, by path of each selected entry, its constant properties and its tagged plain values."""
+        """Return the plain values by path of the selected entries: constant properties, and tagged plain values."""
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
         """Return True if digests prove that two tensors have the same bytes."""
 
     async def read(self, wants: Sequence[Want]) -> None:
-        """Fill all requests. After an error their memory must not be used."""
+        """Fill all requests. If this raises an error, the memory of the requests must not be used."""
 
     async def unchanged(self) -> None:
         """Raise CorruptError if the source may have changed since it was opened."""
@@ -114,8 +114,8 @@ class Origin(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """The overlap of a piece and a request. `region`: inside the piece; `target`: memory of that shape with element
-    bytes. `run`: the bytes of the piece, and `row` their memory, if both are contiguous."""
+    """The overlap of a piece and a request. `region`: box inside the piece. `target`: memory of the region's shape,
+    with element bytes as the last dimension. `run`, `row`: byte range and memory, if both are contiguous."""
 
     region: Box
     target: Bytes
@@ -124,13 +124,13 @@ class _Landing:
 
 @dataclass
 class Assembly:
-    """Copies bytes of pieces into requests. Threads may add different bytes concurrently."""
+    """Copies bytes of pieces into requests. Several threads may add bytes at the same time."""
 
     _landings: dict[int, list[_Landing]] = field(default_factory=dict)
     _pieces: dict[int, tuple[Dims, int]] = field(default_factory=dict)
 
     def meet(self, number: int, piece: Box, want: Want) -> None:
-        """Record the overlap of a piece, identified by its number, with a request."""
+        """Record the overlap of a piece with a request. `number`: identifies the piece."""
         item = len(want.into) // max(1, want.stop - want.start)
         place = 0
         for offsets, sizes in boxes_of_run(want.box[1], want.start, want.stop):
@@ -147,14 +147,14 @@ class Assembly:
             self._pieces[number] = piece[1], item
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the smallest contiguous range needed of each piece: (piece, first byte, end)."""
+        """Yield for each piece the smallest contiguous range that is needed: (number, first byte, end)."""
         for number, overlaps in self._landings.items():
             sizes, item = self._pieces[number]
             ends = [run_of(landing.region, sizes) for landing in overlaps]
             yield number, min(low for low, _ in ends) * item, max(high for _, high in ends) * item
 
     def landings(self, number: int) -> list[tuple[Box, Bytes]]:
-        """Return all requested boxes of a piece, each with memory of its shape and element bytes."""
+        """Return all requested boxes of a piece, each with memory of the box's shape and element bytes."""
         return [(landing.region, landing.target) for landing in self._landings[number]]
 
     def needs(self, number: int, start: int, stop: int) -> bool:
@@ -169,7 +169,7 @@ class Assembly:
         return False
 
     def room(self, number: int, start: int, stop: int) -> memoryview | None:
-        """Return memory to read these bytes into directly, if one request needs all of them and no other does."""
+        """Return memory into which these bytes can be read directly, or None unless one request alone needs them."""
         found = self._landings.get(number, ())
         if len(found) != 1 or found[0].run is None or start < found[0].run[0] or stop > found[0].run[1]:
             return None
@@ -177,7 +177,7 @@ class Assembly:
         return found[0].target.reshape(-1)[start - low : stop - low].data
 
     def add(self, number: int, start: int, data: memoryview) -> None:
-        """Add bytes of a piece, whole elements, starting at byte `start`."""
+        """Add bytes of a piece that begin at byte `start` of the piece. They must be whole elements."""
         sizes, item = self._pieces[number]
         source = np.frombuffer(data, np.uint8)
         for landing in self._landings.get(number, ()):
@@ -210,14 +210,14 @@ def _scatter(source: Bytes, start: int, sizes: Dims, item: int, landing: _Landin
 
 
 def entry_matches(path: str, patterns: Sequence[str]) -> bool:
-    """Return True for an entry `sched` with the patterns `sched` and `sched.*`."""
+    """Return True if a pattern matches an entry: both `sched` and `sched.*` match the entry `sched`."""
     return matches(path, patterns) or matches(f"{path}.", patterns)
 
 
 def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> RankView:
-    """Select tensors whose name matches a shell pattern, and matching entries without tensors. Modules may be selected
-    partly. Other entries that lose a tensor are dropped, unless `whole` is False. A tensor of which only an alias
-    matches gets that name."""
+    """Select the tensors whose names match a shell pattern, and matching entries without tensors. A module may be
+    selected in part. Other entries that would lose a tensor are dropped, unless `whole` is False. A tensor of which
+    only an alias matches is renamed to the alias."""
     entries, notes = list[OriginEntry](), list(view.notes)
     for entry in view.entries:
         names = tuple(name for name in entry.names if matches(name, patterns))
@@ -229,7 +229,7 @@ def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> Ra
             notes.append(f"skipped {show(entry.path)}, because only some of its tensors match")
     tensors, aliases, called = dict[str, str](), dict[str, str](), dict[str, str]()
     kept = dict.fromkeys(name for entry in entries for name in entry.names)
-    for name in sorted(kept, key=lambda name: name in view.aliases):  # primary names first
+    for name in sorted(kept, key=lambda name: name in view.aliases):  # main names before aliases
         of = view.aliases.get(name, name)
         if called.setdefault(of, name) == name:
             tensors[name] = view.tensors[of]
@@ -240,7 +240,7 @@ def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> Ra
 
 
 def check_patterns(views: Sequence[RankView], patterns: Sequence[str]) -> None:
-    """Raise UsageError for a pattern that matches nothing."""
+    """Raise UsageError if a pattern matches no name."""
     names = {name for view in views for name in (*view.tensors, *view.aliases)}
     entries = [entry for view in views for entry in view.entries]
     for pattern in patterns:
@@ -252,21 +252,21 @@ def check_patterns(views: Sequence[RankView], patterns: Sequence[str]) -> None:
 
 
 def canonical_names(entries: Iterable[OriginEntry], aliases: Mapping[str, str]) -> list[str]:
-    """Return the names of all tensors of some entries, each once and without aliases."""
+    """Return the main names of all tensors of some entries, each once."""
     return list(dict.fromkeys(aliases.get(name, name) for entry in entries for name in entry.names))
 
 
-# -- what is written beside tensors into files of other libraries, so that nothing is lost on the way back --
+# -- the description: written next to the tensors into files of other libraries, so that an import loses nothing --
 
-DESCRIPTION = "__everystep__"  # its name in files of other libraries
-MAX_DESCRIPTION = 64 << 20  # bytes
+DESCRIPTION = "__everystep__"  # key of the description in files of other libraries
+MAX_DESCRIPTION = 64 << 20  # maximum bytes of a description
 
 
 def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | None]) -> str:
     """Return a digest of everything in a file except the bytes of tensors.
 
-    `form`: returns dtype and shape of a tensor, None for anything else. It ignores what some formats lose: types of
-        containers, order, empty containers, and whether keys are numbers.
+    `form`: returns dtype and shape of a tensor, None for any other value. The digest ignores what some formats lose:
+        types of containers, order, empty containers, and whether keys are numbers or text.
     """
     lines = list[Any]()
     pending: list[tuple[tuple[str, ...], Any]] = [((), root)]
@@ -275,7 +275,7 @@ def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | N
         if (tensor := form(value)) is not None:
             lines.append([path, "tensor", *tensor])
         elif isinstance(value, Mapping):
-            # Settings by parameter are aliases (`ckpt.tools.convert.to_dcp`).
+            # Settings by parameter are ignored, because they are aliases (`ckpt.tools.convert.to_dcp`).
             pending += [((*path, str(k)), v) for k, v in value.items() if not str(k).startswith("param_groups.")]
         elif isinstance(value, (list, tuple)):
             pending += [((*path, str(i)), one) for i, one in enumerate(value)]
@@ -286,19 +286,19 @@ def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | N
 
 
 def _plain(value: Any) -> Any:
-    """Return dtypes and devices of torch by name, as an import does."""
+    """Return torch's dtypes and devices as text, because an import also converts them."""
     return str(value) if type(value).__module__ == "torch" else value
 
 
 def describe(view: RankView, places: Mapping[str, Sequence[str | int]], seal: str = "") -> str:
-    """Return entries and aliases as JSON. `places`: path of each tensor in the file; `seal`: fingerprint of the
-    file."""
+    """Return entries and aliases as JSON. `places`: path of each tensor in the file. `seal`: result of `fingerprint`
+    for the file."""
     aliases, at = dict(view.aliases), {name: tuple(place) for name, place in places.items()}
     return canonical(msgspec.to_builtins(Described(1, view.entries, aliases, at, view.step, seal))).decode()
 
 
 class Described(msgspec.Struct, frozen=True):
-    """The contents of a description."""
+    """The parsed contents of a description."""
 
     version: Annotated[int, Meta(le=1)]
     entries: tuple[OriginEntry, ...]

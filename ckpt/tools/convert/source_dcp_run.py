@@ -1,7 +1,7 @@
 """A checkpoint that torch's DCP saved to a run (`ckpt.dcp`), as modules, optimizers and plain values.
 
-It is a flat list of names; DCP recorded how they were nested. Objects that are not tensors were pickled by DCP, and
-`ckpt.tools.convert.parse_torch` reads them, as in DCP's own folders.
+DCP saved a flat list of names, and recorded how the entries were nested. It pickled objects that are not tensors.
+`ckpt.tools.convert.parse_torch` reads these pickles, as in DCP's own folders.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ckpt.tools.convert.source import Origin, Want
 from ckpt.tools.convert.source_files import FilesOrigin, Foreign, admit
 from ckpt.tools.convert.source_run import DCP, RunOrigin
 
-STORED, PICKLED = "(stored) ", "(object) "  # prefixes of names that stand for files here
+STORED, PICKLED = "(stored) ", "(object) "  # prefixes of file names that stand for a tensor or an object of the run
 
 
 async def untangled(run: RunOrigin) -> DcpOrigin:
-    """Convert the checkpoint to our entries. Raises CorruptError if an object is damaged."""
+    """Convert the checkpoint to entries of this library. Raise CorruptError if an object is damaged."""
     entries = run.view().entries
     try:
         facts = [one["facts"] for view in run.saved.views for one in view.components if one["kind"] == DCP]
@@ -53,7 +53,7 @@ async def untangled(run: RunOrigin) -> DcpOrigin:
                     paths.pop(name)
                 else:
                     found[name] = value
-            except (FormatError, UsageError) as error:  # other weights must not be lost because of it
+            except (FormatError, UsageError) as error:  # skip the object, so that the weights can still be read
                 plain.note(paths.pop(name), f"skipped: {error}")
         else:
             found[name] = TensorRef(spec.dtype, spec.shape, STORED + name, 0)
@@ -72,7 +72,7 @@ async def _bytes_of(run: RunOrigin, name: str, spec: TensorSpec) -> bytes:
 
 
 class DcpOrigin(FilesOrigin):
-    """Tensors by their names in our entries; tensors inside objects come from the objects' bytes."""
+    """Tensors of the run by their names in the entries. Tensors inside objects are read from the objects' bytes."""
 
     def __init__(self, run: RunOrigin, foreign: Foreign, held: dict[str, bytes]) -> None:
         self._run = run

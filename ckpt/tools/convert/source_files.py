@@ -1,8 +1,8 @@
 """Files of other libraries as an origin: safetensors, `torch.save`, torch's distributed checkpoints.
 
-They are first parsed to a `Foreign` value (`convert.parse_safetensors`, `convert.parse_torch`, `convert.parse_dcp`):
-which bytes of which file are which box of which tensor. No code in them is executed. They have no digests, so damage in
-the bytes of tensors cannot be detected.
+They are first parsed to a `Foreign` value (`convert.parse_safetensors`, `convert.parse_torch`, `convert.parse_dcp`),
+which maps each box of each tensor to a byte range of a file. No code in the files is executed. The files have no
+digests, so damage in the bytes of tensors cannot be detected.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ckpt.core.format.values import Json, Path, show
 from ckpt.errors import CheckpointError, CorruptError, UnreadableError, UsageError
 from ckpt.tools.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want
 
-READ = 8 << 20  # bytes per read
+READ = 8 << 20  # maximum bytes per read
 THREADS = 2
-SOME = 8  # most objects in a message
-CLOSE = 16 << 10  # elements within this many bytes are read together
+SOME = 8  # maximum objects listed in a message
+CLOSE = 16 << 10  # elements whose distance is at most this many bytes are read together
 CHANGED = "{} changed while it was read: wait until it is written, and repeat the command"
 
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A box of a tensor whose bytes are stored in row-major order at byte `at` of a file. `strides`: in elements, for
-    another order; then `at` is the first element."""
+    """A box of a tensor whose bytes are stored in row-major order at byte `at` of a file. `strides`: in elements, if
+    the order is another one; `at` is then the position of the first element."""
 
     name: str
-    dtype: str  # by our names
+    dtype: str  # this library's name of the dtype
     whole: Dims
     offsets: Dims
     sizes: Dims
@@ -55,7 +55,7 @@ class FilePiece:
 
     @property
     def span(self) -> int:
-        """Bytes of the file from the first element to the last."""
+        """The length of the range of the file from the first element to the last, bytes."""
         item = BITS[self.dtype] // 8
         if 0 in self.sizes:
             return 0
@@ -66,12 +66,12 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class Foreign:
-    """The contents of files of another library. `what`: their kind, for users, for example "a torch.save file".
+    """The contents of files of another library. `what`: kind of the files for users, for example "a torch.save file".
 
-    `entries`: weights have kind "module", optimizers "optimizer" and so on, so that a Checkpointer can restore them.
-    `notes`: what was skipped or changed, and why. `held`: files in memory, for bytes that are in no file as such, for
-        example numpy arrays in a pickle. `objects`: unsupported objects by path, which only code could create; see
-        `admit`.
+    `entries`: entries of the state, with kinds like "module" for weights and "optimizer", so that a Checkpointer can
+        restore them. `notes`: what was skipped or changed, and why. `held`: byte strings used as files in memory, for
+        tensors whose bytes are in no file, for example numpy arrays in a pickle. `objects`: unsupported objects by
+        path, which only code could create; see `admit`.
     """
 
     what: str
@@ -86,8 +86,8 @@ class Foreign:
 
 
 def admit(foreign: Foreign, only: Sequence[str] = (), *, skip: bool = False) -> Foreign:
-    """Add a note for each skipped object. Raises UsageError listing them, unless `skip` is set or `only` excludes
-    them."""
+    """Add a note for each skipped object. Raise UsageError listing the objects, unless `skip` is True or `only`
+    excludes them."""
     wanted = {
         path: what
         for path, what in foreign.objects.items()
@@ -105,10 +105,10 @@ def admit(foreign: Foreign, only: Sequence[str] = (), *, skip: bool = False) -> 
 
 
 class FilesOrigin:
-    """Reads ranges of files. Raises CorruptError if pieces do not cover their tensors, or a file is too short.
+    """Reads ranges of files. Raises CorruptError if pieces do not cover their tensors, or if a file is too short.
 
-    `before`: stamps of the files before parsing (`stamps_of`). `elsewhere`: tensors of the entries that are not read
-        here.
+    `before`: result of `stamps_of` before the files were parsed. `elsewhere`: tensors of the entries that a subclass
+        reads in another way.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class FilesOrigin:
         }
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
-        return False  # these files have no digests
+        return False  # without digests, equality cannot be proved
 
     async def read(self, wants: Sequence[Want]) -> None:
         await chunks.files(self._read, wants)
@@ -183,7 +183,7 @@ class FilesOrigin:
             assembly.add(number, start, data)
 
     def _gather(self, piece: FilePiece, region: Box, target: Bytes) -> None:
-        """Read a box of a piece that is stored in another order; elements that are close together are read together."""
+        """Read a box of a piece that is not in row-major order. Read elements that are close to each other together."""
         assert piece.strides is not None
         (offsets, sizes), strides, item = region, piece.strides, target.shape[-1]
         span = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * item
@@ -213,7 +213,7 @@ class FilesOrigin:
             return stamp_of(os.fstat(fd))
 
     def _read_file(self, name: str, at: int, view: memoryview) -> None:
-        """Read bytes. Raises CorruptError if the file has changed."""
+        """Read bytes of a file. Raise CorruptError if the file has changed since it was parsed."""
         with _opened(self._foreign.folder, name) as fd:
             if stamp_of(os.fstat(fd)) != self._stamps[name]:
                 raise CorruptError(CHANGED.format(self._foreign.folder / name))
@@ -228,7 +228,7 @@ class FilesOrigin:
                 done += count
 
     async def unchanged(self) -> None:
-        """Check that everything was read from one version of the files."""
+        """Raise CorruptError unless everything was read from one version of the files."""
         folder = self._foreign.folder
         try:
             same = self._before == await chunks.files(lambda: {n: stamp_of(os.stat(folder / n)) for n in self._before})
@@ -242,7 +242,7 @@ class FilesOrigin:
 
 
 Stamp = tuple[int, int, int]
-"""Size, modification time and inode of a file; they change when the file does."""
+"""Size, modification time and inode of a file. A change of the file changes at least one of them."""
 
 
 def stamp_of(stat: os.stat_result) -> Stamp:
@@ -250,7 +250,7 @@ def stamp_of(stat: os.stat_result) -> Stamp:
 
 
 def stamps_of(path: FilePath) -> dict[str, Stamp]:
-    """Return the stamp of a file, or of the small files in a folder that describe the others."""
+    """Return the stamp of a file, or for a folder the stamps of the small files that describe the others."""
     if not path.is_dir():
         return {path.name: stamp_of(path.stat())}
     return {
@@ -278,8 +278,8 @@ def refuse(path: tuple[str | int, ...], problem: str) -> UsageError:
 
 
 def cannot_read(path: FilePath, error: OSError) -> CheckpointError:
-    """Return the error for a file that could not be read. It is damage if the file is gone or not a regular file, or if
-    its content led to an impossible request."""
+    """Return the error for a file that could not be read: CorruptError if it is gone or not a regular file, or if its
+    content led to an impossible request, otherwise UnreadableError."""
     if error.errno in LOST:
         return CorruptError(f"cannot read {path}: {error.strerror or error}")
     return UnreadableError(f"{path} cannot be read now: {error.strerror or error}")
@@ -287,8 +287,8 @@ def cannot_read(path: FilePath, error: OSError) -> CheckpointError:
 
 @contextmanager
 def _opened(folder: FilePath, name: str) -> Iterator[int]:
-    """Open a file inside the folder. Names in files are not trusted. Links may lead outside, because the user created
-    them, as in caches of model hubs."""
+    """Open a file inside the folder. A name from a file must not lead outside the folder. A link may lead outside,
+    because the user created it, as in caches of model hubs."""
     if FilePath(name).is_absolute() or ".." in FilePath(name).parts or "\0" in name:
         raise CorruptError(f"references a file outside its folder: {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as an origin. Every byte is verified; damaged chunks come from another copy."""
+"""A checkpoint of a run as an origin. Every byte is verified, and damaged chunks are read from another copy."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ckpt.errors import CorruptError
 from ckpt.tools.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
 from ckpt.tools.describe import Entries, entries_of
 
-DCP = "dcp"  # kind of the single entry of a checkpoint that torch's DCP saved (`ckpt.dcp`)
-MOST_ROWS = 1 << 19  # most table rows kept for later reads
-KEEP = 32 << 20  # bytes kept of chunks that later reads are likely to need
+DCP = "dcp"  # kind of the only entry in a checkpoint that torch's DCP saved (`ckpt.dcp`)
+MOST_ROWS = 1 << 19  # maximum rows of chunk tables that are kept for later reads
+KEEP = 32 << 20  # maximum bytes of chunks that are kept because later reads probably need them
 
 
 class RunOrigin:
-    """A checkpoint of a run. `repaired`: what came from another copy, as text. `far`: requests are slow.
+    """A checkpoint of a run. `repaired`: texts about bytes that were read from another copy. `far`: requests are slow.
 
-    `finite`: as recorded by training. `others`: URLs with other copies. For very many ranks, only the needed tables are
-        read, and kept for later reads.
+    `finite`: False if training had diverged. `others`: URLs with other copies of the run. With very many ranks, only
+        the chunk tables that are needed are read, and kept for later reads.
     """
 
     def __init__(self, log: RunLog, commit: Commit, saved: SavedState, others: Sequence[str] = ()) -> None:
@@ -43,7 +43,7 @@ class RunOrigin:
         self.identity = f"{url} {checkpoint}"
         self.parents = (f"{log.root}/{checkpoint}",)
         self.about: dict[str, Any] = {"url": url, "step": self.step, "id": str(checkpoint)}
-        self._labels = {key: label for label, key in reversed(saved.labels.items())}  # without aliases
+        self._labels = {key: label for label, key in reversed(saved.labels.items())}  # main names only
         self.keys = {label: key for key, label in sorted(self._labels.items())}
         self.names = {label: self._labels[key] for label, key in saved.labels.items()}
         self.tensors = {label: self.saved.tensors[key].spec for label, key in self.keys.items()}
@@ -52,7 +52,7 @@ class RunOrigin:
         self._kept: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._log, self._checkpoint, self._others = log, checkpoint, others
-        self._ranks: frozenset[int] = frozenset()  # whose tables `_narrowed` has
+        self._ranks: frozenset[int] = frozenset()  # ranks whose chunk tables are in `_narrowed`
         self._narrowed = saved
         self._has: Set[Key] = frozenset()
         self._narrowing = threading.Lock()
@@ -61,8 +61,8 @@ class RunOrigin:
         return entries_of(self.saved, wanted)
 
     def view(self, rank: int = 0, world: int = 1) -> RankView:
-        """Apply the rules of a restore: a rank receives its own values, and with more ranks values are assigned in
-        turn."""
+        """Assign values by the rules of a restore: a rank receives its own values. If there are more ranks than saved,
+        the saved values are assigned in turn."""
         saved = self.saved
         entries = [OriginEntry(n.path, n.kind, n.facts, n.names, n.values) for n in saved.nodes(rank)]
         aliases = {name: of for e in entries for name in e.names if (of := saved.canonical(name, rank)) != name}
@@ -78,7 +78,7 @@ class RunOrigin:
             if isinstance(found, tuple):
                 tensors[name] = self._labels[found]
             elif world == saved.world:
-                continue  # values of other ranks; this rank has none
+                continue  # these values belong to other ranks, and this rank saved none
             else:
                 tensors[name] = self._labels[name, candidates[0]]
             own.append(name)
@@ -103,10 +103,10 @@ class RunOrigin:
         ]
 
     def _apart(self) -> Iterator[str]:
-        """Yield entries whose plain values differ between ranks; for very many ranks, those that may differ."""
+        """Yield entries whose plain values differ between ranks. With very many ranks, yield those that may differ."""
         if self.saved.complete:
             yield from (p.partition(" (rank ")[0] for p in self.plain() if p.endswith(")") and " (rank " in p)
-        else:  # comparing them would need the manifests of all ranks
+        else:  # comparing the values would need the manifests of all ranks
             said = (component for view in self.saved.views for component in view.components)
             yield from (show(tuple(c["path"])) for c in said if c["kind"] not in SHARED_KINDS)
 
@@ -116,7 +116,7 @@ class RunOrigin:
         return self.saved.content(self.keys[label]) == other.saved.content(other.keys[theirs])
 
     async def read(self, wants: Sequence[Want]) -> None:
-        """Fill the requests. Chunks that are needed only partly are kept for later reads, within limits."""
+        """Fill the requests. Keep chunks that are only partly needed for later reads, up to `KEEP` bytes."""
         saved, assembly = await asyncio.to_thread(self.narrowed, [want.label for want in wants]), Assembly()
         table = saved.table
         for want in wants:
@@ -165,10 +165,10 @@ class RunOrigin:
                 held -= len(self._kept.pop(oldest))
 
     async def unchanged(self) -> None:
-        """Do nothing: every byte was verified."""
+        """Do nothing, because every byte was verified when it was read."""
 
     def narrowed(self, labels: Sequence[str]) -> SavedState:
-        """Return the state with the full tables of these tensors."""
+        """Return the saved state with the complete chunk tables of these tensors."""
         if self.saved.complete:
             return self.saved
         with self._narrowing:
@@ -190,7 +190,7 @@ class RunOrigin:
         self._ranks, self._has = ranks, has.keys()
 
     async def fetch(self, table: Table, chunks: Sequence[int], sink: Sink, room: Room) -> None:
-        """Read verified chunks of a table, and pass each to `sink` or put it into the memory that `room` returns."""
+        """Read verified chunks of a table. Pass each to `sink`, or read it into the memory that `room` returns."""
         await asyncio.to_thread(self._announce, table, chunks)
         try:
             found = await read.fetch_repaired(
@@ -203,7 +203,7 @@ class RunOrigin:
         self.repaired += found
 
     def _announce(self, table: Table, chunks: Sequence[int]) -> None:
-        """Announce that the following bytes of the same files will probably be read next."""
+        """Announce to the store which bytes of the same files will probably be read next."""
         soon = getattr(self._log.store, "soon", None)
         if soon is None:
             return
@@ -218,14 +218,14 @@ class RunOrigin:
 
 
 async def checkpoint_of(log: RunLog, step: Which, others: Sequence[str] = ()) -> Origin:
-    """Return a checkpoint of an open run, by default the newest; checkpoints of torch's DCP are converted to our
-    entries."""
+    """Return a checkpoint of an open run, by default the newest. A checkpoint that torch's DCP saved is converted to
+    entries of this library."""
     repaired: list[str] = []
     commit, saved = await read.saved_of(log, step, others, repaired.append)
     run = RunOrigin(log, commit, saved, others)
     run.repaired = repaired
     if {one["kind"] for view in run.saved.views for one in view.components} != {DCP}:
         return run
-    from ckpt.tools.convert.source_dcp_run import untangled  # which needs torch
+    from ckpt.tools.convert.source_dcp_run import untangled  # imported here, because it needs torch
 
     return await untangled(run)

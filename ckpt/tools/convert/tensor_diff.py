@@ -1,6 +1,6 @@
-"""Compare the tensors of two origins, of any size, within a memory limit.
+"""Compare the tensors of two origins within a memory limit, whatever their size.
 
-Use it to measure how a change of dtype, kernel, parallelism or library affects weights or training state.
+Use it to measure how a change of dtype, kernel, parallelism or library affects weights or the training state.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ckpt.core.format.layout import BITS
 from ckpt.tools.convert.cast import floats
 from ckpt.tools.convert.source import Bytes, Origin, Want
 
-CHUNK = 1 << 20  # elements compared per step
-WINDOW = 16 << 20  # bytes of each side in memory
+CHUNK = 1 << 20  # elements that are compared at a time
+WINDOW = 16 << 20  # bytes of each side that are in memory at the same time
 _NUMBERS = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8",
     "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "u1", "C64": "<c8", "C128": "<c16",
@@ -30,9 +30,9 @@ OnBytes = Callable[[int], None] | None
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of one pair. `differing`: elements that differ in any bit, or in value if the dtypes differ. Also
-    the largest absolute difference, the largest relative to the larger value, and the cosine of the angle between both:
-    None for dtypes that numpy lacks, NaN if an element is NaN."""
+    """The difference of two tensors. `differing`: number of elements that differ in any bit, or in value if the dtypes
+    differ. The other fields: the largest absolute difference, the largest relative to the larger value, and the cosine
+    of the angle between both tensors. These are None for dtypes that numpy lacks, and NaN if an element is NaN."""
 
     name: str
     dtype: str
@@ -46,7 +46,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A tensor and its labels on both sides. The shapes are equal."""
+    """Two tensors of equal shape to compare: a name, and the label of the tensor on each side."""
 
     name: str
     a: str
@@ -61,7 +61,7 @@ def comparable(dtype: str, other: str) -> bool:
 async def differences(
     one: Origin, two: Origin, pairs: Sequence[Pair], *, window: int = WINDOW, on_bytes: OnBytes = None
 ) -> list[Difference]:
-    """Return the differences of all pairs that differ, in order. Raises CorruptError if a side is damaged."""
+    """Return the differences of the pairs that differ, in order. Raise CorruptError if a side is damaged."""
     tallies = {pair: _Tally(one.tensors[pair.a].dtype, two.tensors[pair.b].dtype) for pair in pairs}
     for batch in _batches(one, two, pairs, window):
         here, there = ([_want(o, getattr(p, side), *run) for p, *run in batch] for o, side in ((one, "a"), (two, "b")))
@@ -74,7 +74,7 @@ async def differences(
 
 
 def _batches(one: Origin, two: Origin, pairs: Sequence[Pair], window: int) -> Iterator[list[tuple[Pair, int, int]]]:
-    """Yield batches of element ranges that fit into a window on the larger side."""
+    """Yield batches of element ranges. A batch fits into a window, measured on the side with more bytes."""
     batch, room = list[tuple[Pair, int, int]](), window
     for pair in pairs:
         item = max(BITS[o.tensors[label].dtype] for o, label in ((one, pair.a), (two, pair.b))) // 8
@@ -99,7 +99,7 @@ def _want(origin: Origin, label: str, start: int, stop: int) -> Want:
 
 @dataclass
 class _Tally:
-    """The running result of one pair."""
+    """The result so far for one pair."""
 
     dtype: str
     other: str
@@ -107,7 +107,7 @@ class _Tally:
     differing: int = 0
     most: float = 0.0
     most_relative: float = 0.0
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # a*b, a*a, b*b
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # sums of a*b, a*a and b*b
 
     @property
     def known(self) -> bool:
@@ -133,7 +133,7 @@ class _Tally:
                 a, b = a[where], b[where]
                 apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
                 relative = np.divide(apart, size, out=np.zeros_like(apart), where=size != 0)
-                self.most = float(np.maximum(self.most, apart.max()))  # NaN stays NaN
+                self.most = float(np.maximum(self.most, apart.max()))  # np.maximum, because it keeps NaN
                 self.most_relative = float(np.maximum(self.most_relative, relative.max()))
 
     def result(self, name: str) -> Difference:
@@ -148,6 +148,6 @@ class _Tally:
 
 
 def numbers(rows: Bytes, dtype: str) -> npt.NDArray[Any]:
-    """View rows of bytes, one per element, as numbers wide enough to compare."""
+    """Return rows of bytes, one per element, as an array of numbers that are wide enough to compare."""
     values = floats(rows.reshape(-1), dtype) if dtype == "BF16" else rows.reshape(-1).view(_NUMBERS[dtype])
     return values.astype("<c16" if dtype.startswith("C") else "<f8")

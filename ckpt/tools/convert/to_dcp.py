@@ -1,9 +1,9 @@
 """Write a folder of torch's distributed checkpoints: `.metadata` and `__0_0.distcp`, written by torch itself.
 
 The contents are those of `dcp.save({"model": get_model_state_dict(…), "optim": get_optimizer_state_dict(…), …})`. So
-`dcp.load` into such a state dict finds everything, whatever its sharding. Settings of optimizers are stored in both
-existing forms: as lists of groups, and for each parameter (`flatten_optimizer_state_dict=True`). Both name the same
-bytes.
+`dcp.load` into such a state dict finds every value, whatever the sharding. Settings of optimizers are stored under the
+names of both of torch's forms: as lists of groups, and for each parameter (`flatten_optimizer_state_dict=True`). Both
+names refer to the same bytes.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from ckpt.tools.convert.output import Output, Sums
 from ckpt.tools.convert.source import Origin, RankView
 from ckpt.tools.convert.torch_state import Builder, Native, Place, Tensors, stage
 
-MANY = 50_000  # most names for settings; .metadata has about 140 bytes for each, and converters read all
-FILE = "__0_0.distcp"  # torch's name of the file of a single rank
+MANY = 50_000  # maximum names for settings; each takes about 140 bytes of .metadata, and converters read all of them
+FILE = "__0_0.distcp"  # torch's name for the data file of a single rank
 
 Aliases = dict[str, tuple[str, Place]]
-"""Further names, each with the name that it refers to and the path of its keys."""
+"""For each further name of a value: its main name, and the path of its keys."""
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
-    """Plan the files. `dtypes`: dtype to write by label. Raises UsageError if two values would get the same name."""
+    """Plan the files. `dtypes`: dtype to write, by label. Raise UsageError if two values would get the same name."""
     native = Builder(view, Tensors(origin, dtypes), numbered=False, text_keys=True).build()
     notes = list(native.notes)
     _, places = flatten(native)
@@ -64,17 +64,17 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
 
 
 def write(folder: Path, own: dict[str, Any], places: Mapping[str, Place], aliases: Aliases, tensors: Tensors) -> None:
-    """Write the named values, without aliases, to a folder like torch."""
+    """Write the named values to a folder as torch does, with each aliased value stored only once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that there is only one process
         try:
             save(own, storage_writer=_Writer(folder, places, aliases), planner=_Planner(tensors))
-        except CheckpointException as error:  # wraps the actual error, for example a full disk
+        except CheckpointException as error:  # torch's wrapper of the actual error, for example a full disk
             raise next(iter(error.failures.values()))[0] from None
 
 
 def flatten(native: Native) -> tuple[dict[str, Any], dict[str, Place]]:
-    """Return by name each value that becomes a separate object, and the path of its keys, like torch."""
+    """Return the values that torch would store separately, and the path of the keys of each, by torch's flat name."""
     try:
         flat, places = flatten_state_dict(cast(dict[str, Any], native.root))
     except ValueError as error:
@@ -83,15 +83,15 @@ def flatten(native: Native) -> tuple[dict[str, Any], dict[str, Place]]:
 
 
 def _tied(flat: Mapping[str, Any], places: Mapping[str, Place]) -> Aliases:
-    """Return the names of tensors that are stored under another name."""
+    """Return the names of tensors that are also stored under another name, as aliases."""
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(value), name) for name, value in flat.items() if isinstance(value, Tensor)}
     return {name: (owner, places[name]) for name, owner in owners.items() if owner != name}
 
 
 def _by_parameter(native: Native, taken: Mapping[str, Place], notes: list[str]) -> Aliases:
-    """Return aliases for the settings of optimizers by parameter, as `flatten_optimizer_state_dict=True` names them.
-    Optimizers with a conflicting name, or with very many names, get none."""
+    """Return aliases for the settings of optimizers by parameter, as `flatten_optimizer_state_dict=True` names them. An
+    optimizer gets no aliases if one of their names conflicts, or if there are too many."""
     settings: dict[str, list[tuple[str, Place]]] = {}
     for name, place in taken.items():
         settings.setdefault(_joined(place[:-1]), []).append((name, place))
@@ -121,7 +121,7 @@ def _joined(place: Place) -> str:
 
 
 class Rows:
-    """Tensors of one shape and dtype as rows of one tensor, written row by row. Implements DCP's protocol for that."""
+    """Tensors of one shape and dtype as the rows of one tensor. Implements DCP's protocol to write it row by row."""
 
     def __init__(self, rows: list[Tensor]) -> None:
         self._rows = [row.unsqueeze(0) for row in rows]
@@ -159,7 +159,7 @@ class _Writer(FileSystemWriter):
     """Adds aliases to the metadata, and omits information about this machine."""
 
     def __init__(self, folder: Path, places: Mapping[str, Place], aliases: Aliases) -> None:
-        super().__init__(folder, sync_files=False)  # everything is synced before the folder appears
+        super().__init__(folder, sync_files=False)  # all files are synced before the folder appears
         self._places, self._aliases = places, aliases
 
     def storage_meta(self) -> StorageMeta:

@@ -1,9 +1,9 @@
 """Write a run of `ckpt.lightning` as Lightning's own `.ckpt` file, for `load_from_checkpoint`,
 `trainer.test(ckpt_path=…)` and `trainer.fit(ckpt_path=…)`.
 
-Lightning's file stores the same values under other names. Values that it cannot store are omitted: random numbers,
-consumed batches of the epoch, values logged in it, collected metrics. So `fit` continues exactly from the end of an
-epoch; from the middle of one it continues like from Lightning's own files, with batches of its own choice.
+Lightning's file stores the same values under other names. It cannot store random numbers, the batches of the epoch that
+were used, values logged in the epoch, and collected metrics. So `fit` continues exactly from the end of an epoch. From
+the middle of an epoch, it continues as from Lightning's own files, and chooses other batches.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NOT_ONE = (
     "--to NAME.safetensors writes its weights{}"
 )
 HUGGING_FACE = ", and `python -m ckpt.transformers RUN --to FOLDER` writes a folder for from_pretrained()"
-NAME = "checkpoint"  # entry of a checkpoint by `ckpt.lightning.CheckpointIO`: the contents of Lightning's file
-CONFIG = "everystep.omegaconf"  # marks an OmegaConf container: see ckpt.lightning.configs
-VERSION = "2.0.0"  # version of the format, from which Lightning migrates old files
+NAME = "checkpoint"  # entry of a run of `ckpt.lightning.CheckpointIO`: the contents of Lightning's file
+CONFIG = "everystep.omegaconf"  # key that marks an OmegaConf container: see ckpt.lightning.configs
+VERSION = "2.0.0"  # version of Lightning's file format, which tells Lightning whether to migrate the file
 OTHER_LOOPS = ("validate_loop", "test_loop", "predict_loop")
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
-    """Plan the file like `convert.to_torch`. Raises UsageError unless `ckpt.lightning` saved the checkpoint."""
+    """Plan the file as `convert.to_torch` does. Raise UsageError unless `ckpt.lightning` saved the checkpoint."""
     more = HUGGING_FACE if PRETRAINED in {entry.path for entry in view.entries} else ""
 
     def shape(root: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -41,12 +41,12 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
             raise UsageError(NOT_ONE.format(origin.title, more))
         return checkpoint(root, view.step or 0)
 
-    # The notes mostly concern values that Lightning's file cannot store.
+    # Notes are dropped, because they mostly concern values that Lightning's file cannot store.
     return replace(plan_torch(origin, view, dtypes, shape), kind="Lightning", notes=())
 
 
 def _without_marks(value: Any) -> Any:
-    """Return OmegaConf containers, which CheckpointIO stores as marked dicts, as plain dicts and lists."""
+    """Return a value with OmegaConf containers, which CheckpointIO stores as marked dicts, as plain dicts and lists."""
     if isinstance(value, dict) and CONFIG in value:
         return value.get("content")
     if type(value) is dict:
@@ -57,8 +57,8 @@ def _without_marks(value: Any) -> Any:
 
 
 def checkpoint(root: Mapping[Any, Any], step: int) -> dict[str, Any]:
-    """Build the file's contents. `root`: nested state of a `ckpt.lightning.CheckpointCallback`; `step`: optimizer steps
-    done."""
+    """Build the contents of Lightning's file. `root`: nested state of a `ckpt.lightning.CheckpointCallback`. `step`:
+    number of optimizer steps."""
     trainer = root["trainer"]
     contents = {
         "epoch": 0,
@@ -82,16 +82,16 @@ def checkpoint(root: Mapping[Any, Any], step: int) -> dict[str, Any]:
 
 
 def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state in the form of torch's `state_dict`."""
+    """Return an optimizer's state in the form of torch's `state_dict`."""
     return {"state": saved["state"], "param_groups": saved["param_groups"]}
 
 
 def _loops(fit: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loop state. We save after the last batch of an epoch, Lightning after the epoch, when it counts as
-    done."""
+    """Return the state of the loops after an epoch. Lightning saves when the epoch counts as completed, but everystep
+    saves after the epoch's last batch."""
     loops = {name: {**part} if isinstance(part, dict) else part for name, part in fit.items()}
     stepped = fit["epoch_loop.state_dict"]
-    if "_batches_that_stepped" in stepped:  # counted after we save; it positions logged values
+    if "_batches_that_stepped" in stepped:  # Lightning counts it after everystep has saved; it positions logged values
         loops["epoch_loop.state_dict"] = {**stepped, "_batches_that_stepped": stepped["_batches_that_stepped"] + 1}
     if fit["epoch_loop.batch_progress"]["is_last_batch"]:
         progress = fit["epoch_progress"]

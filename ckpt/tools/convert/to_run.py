@@ -1,7 +1,7 @@
 """Write a run with one checkpoint, sharded for a number of ranks, from which a job can continue or start.
 
-Tensors that all ranks share are split along the first dimension, like `fully_shard`, so that each rank finds its data
-in one file. Values of single ranks are assigned by the rules of a restore.
+Tensors that all ranks share are split along the first dimension, as `fully_shard` does, so that each rank finds its
+part in one file. Values of single ranks are assigned by the rules of a restore.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def plan(
     finite: bool | None = None,
     parents: tuple[str, ...] = (),
 ) -> Output:
-    """Plan the run. `views`: one per rank of the new run. `dtypes`: dtype to write by label. `finite`: as recorded in
-    the checkpoint that it comes from. `parents`: the ids of that checkpoint, if it is one of a run."""
+    """Plan the run. `views`: one per rank of the new run. `dtypes`: dtype to write, by label. `finite`: as recorded in
+    the source checkpoint. `parents`: ids of the source checkpoint, if it is in a run."""
     world = len(views)
     if not 0 < world <= MAX_WORLD:
         raise UsageError(f"{world} ranks: choose a number from 1 to {MAX_WORLD}")
     chosen = [[[name, label, dtypes[label]] for name, label in view.tensors.items()] for view in views]
     nonce = file_digest(canonical([origin.identity, chosen, [len(view.entries) for view in views]]))[:8]
-    checkpoint = CheckpointId(1, step, nonce)  # always the same, so that an interrupted export can continue
+    checkpoint = CheckpointId(1, step, nonce)  # always the same id, so that an interrupted export can continue
     shared = _shared(views)
     planned = [_rank(origin, view, shared, dtypes, rank, world, checkpoint) for rank, view in enumerate(views)]
     layouts = [layout for layout, _ in planned]
@@ -69,7 +69,7 @@ def plan(
 
 
 def _shared(views: list[RankView]) -> set[str]:
-    """Return the names for which all ranks have the same tensor."""
+    """Return the names under which all ranks have the same tensor."""
     first = views[0].tensors
     return {name for name, label in first.items() if all(view.tensors.get(name) == label for view in views)}
 
@@ -100,12 +100,12 @@ def _rank(
         labels.append(label)
     components = [entry.component for entry in view.entries]
     layout = Layout(tuple(specs), dict(view.aliases), components, rank, world, instances, elsewhere)
-    Layout.from_json(layout.to_json())  # raises if it could not be read again
+    Layout.from_json(layout.to_json())  # raises an error if the layout could not be read back
     return layout, _out_file(layout, labels, checkpoint)
 
 
 def chunk(shape: Dims, rank: int, world: int) -> Box | None:
-    """Return a rank's box of a tensor, split like `torch.chunk` along the first dimension; None if it is empty."""
+    """Return a rank's box of a tensor that is split like `torch.chunk` along the first dimension, or None if empty."""
     if world == 1 or not shape or 0 in shape:
         return ((0,) * len(shape), shape) if rank == 0 else None
     step = -(-shape[0] // world)
@@ -129,7 +129,7 @@ def _out_file(layout: Layout, labels: list[str], checkpoint: CheckpointId) -> Ou
 
 
 async def _finish(folder: Path, checkpoint: CheckpointId, snapshots: list[RankSnapshot], sums: Sums) -> None:
-    await asyncio.to_thread(shutil.rmtree, folder / "log", ignore_errors=True)  # left by an interrupted call
+    await asyncio.to_thread(shutil.rmtree, folder / "log", ignore_errors=True)  # an interrupted call may have left it
     store = open_store(folder, writable=True)
     try:
         listed = [info.key async for info in store.list(STEPS)]

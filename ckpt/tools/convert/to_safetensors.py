@@ -1,7 +1,7 @@
-"""Write weights in the form of model hubs: safetensors files, several with an index if they are large.
+"""Write weights as on model hubs: as safetensors files, with an index if they are large.
 
-Names lose the path of the model in the state (`model.`), so that `from_pretrained` finds them. Tied weights are written
-once, and the header lists their other names, like safetensors' own `save_model`.
+The path of the model in the state (`model.`) is removed from the names, so that `from_pretrained` finds them. Tied
+weights are written once, and the header lists their other names, as safetensors' own `save_model` does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckpt.tools.convert.cast import FLOATS, dtype_called
 from ckpt.tools.convert.output import Literal, OutFile, Output, Sums, TensorRun
 from ckpt.tools.convert.source import Origin, RankView
 
-SHARD = 5_000_000_000  # bytes per file, as in transformers
+SHARD = 5_000_000_000  # maximum bytes per file, as in transformers
 INDEX = "model.safetensors.index.json"
 WEIGHTS = ("module", "custom module")
 
 
 def weights_of(view: RankView) -> RankView:
-    """Return only tensors of modules. Raises UsageError if there are none."""
+    """Return the view with only the tensors of modules. Raise UsageError if there are none."""
     entries = tuple(entry for entry in view.entries if entry.kind in WEIGHTS)
     names = {view.aliases.get(name, name) for entry in entries for name in entry.names}
     if not names:
@@ -37,7 +37,7 @@ def weights_of(view: RankView) -> RankView:
 
 
 def cast_to(origin: Origin, views: Sequence[RankView], dtype: str | None) -> dict[str, str]:
-    """Return the dtype to write by label. Raises UsageError if there is nothing to cast."""
+    """Return the dtype to write for each tensor, by label. Raise UsageError if there is nothing to cast."""
     dtypes = {label: spec.dtype for label, spec in origin.tensors.items()}
     if dtype is None:
         return dtypes
@@ -56,7 +56,7 @@ def cast_to(origin: Origin, views: Sequence[RankView], dtype: str | None) -> dic
 
 
 def prefix_of(view: RankView) -> str:
-    """Return the prefix that all names can lose: the path of the only module."""
+    """Return the prefix that can be removed from all names: the path of the only module. Otherwise return ""."""
     if len(view.entries) != 1 or view.entries[0].kind not in WEIGHTS:
         return ""
     prefix = show(view.entries[0].path) + "."
@@ -66,8 +66,8 @@ def prefix_of(view: RankView) -> str:
 def plan(
     origin: Origin, view: RankView, dtypes: Mapping[str, str], *, shard: int = SHARD, single: str = "", prefix: str = ""
 ) -> Output:
-    """Plan the files. `dtypes`: dtype to write by label. `single`: name of the only file, instead of a folder. Raises
-    UsageError for a dtype that safetensors lacks."""
+    """Plan the files. `dtypes`: dtype to write, by label. `single`: name of the file, if the output is one file and not
+    a folder. Raise UsageError for a dtype that safetensors lacks."""
     if not view.tensors:
         raise UsageError("the selection has no tensors, and safetensors files contain nothing else")
     called = {name: name.removeprefix(prefix) for name in (*view.tensors, *view.aliases)}
@@ -100,7 +100,7 @@ def plan(
 
 
 def _groups(origin: Origin, view: RankView, dtypes: Mapping[str, str], most: int) -> list[list[str]]:
-    """Group the names by file, in the order of the state: as many as fit into `most` bytes, at least one."""
+    """Group the names by file, in the order of the state: as many as fit into `most` bytes, but at least one."""
     groups: list[list[str]] = [[]]
     held = 0
     for name, label in view.tensors.items():
@@ -121,7 +121,7 @@ def _elements(origin: Origin, label: str) -> int:
 def _file(
     name: str, origin: Origin, labels: Mapping[str, str], dtypes: Mapping[str, str], tied: Mapping[str, str]
 ) -> OutFile:
-    """Plan one file: large elements first, so that tensors are aligned; the header fills whole pages."""
+    """Plan one file. Large elements come first, so that tensors are aligned. The header fills whole pages."""
     order = sorted(labels, key=lambda n: -BITS[dtypes[labels[n]]])
     header: dict[str, object] = {"__metadata__": {"format": "pt", **tied}}
     runs, at = list[tuple[int, str]](), 0
@@ -147,7 +147,7 @@ def _all(origin: Origin, label: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _index(files: list[OutFile], groups: list[list[str]], called: Mapping[str, str]) -> bytes:
-    """Map each tensor to its file. Tied tensors are listed once, like `save_pretrained`."""
+    """Return the index, which maps each tensor to its file. Tied tensors are listed once, as `save_pretrained` does."""
     where = {called[n]: file.name for file, names in zip(files, groups, strict=True) for n in names}
     total = sum(part.size for file in files for part in file.parts if isinstance(part, TensorRun))
     data = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}

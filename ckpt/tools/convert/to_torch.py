@@ -1,7 +1,7 @@
 """Write the whole state as one dict in a file for `torch.load`.
 
-The contents are those of `torch.save({"model": model.state_dict(), "optim": optim.state_dict(), …}, path)`, plus one
-text under `convert.source.DESCRIPTION`, from which an import rebuilds the state.
+The contents are those of `torch.save({"model": model.state_dict(), "optim": optim.state_dict(), …}, path)`. A text
+under the key `convert.source.DESCRIPTION` is added, from which an import rebuilds the state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt.tools.convert.torch_state import Builder, Tensors, orders_of, stage
 
 
 class _Frugal(io.RawIOBase):
-    """A file object that drops tensors from memory after they are written."""
+    """A file object that releases the memory of tensors after they are written."""
 
     def __init__(self, file: IO[bytes], tensors: Tensors) -> None:
         self._file, self._tensors = file, tensors
@@ -31,15 +31,15 @@ class _Frugal(io.RawIOBase):
         return count
 
 
-Shape = Callable[[dict[str | int, Any]], dict[Any, Any]]  # changes the nested state before it is saved
+Shape = Callable[[dict[str | int, Any]], dict[Any, Any]]  # a function that changes the nested state before it is saved
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str], shape: Shape = dict) -> Output:
-    """Plan the file, which has no name yet. `dtypes`: dtype to write by label. `shape`: changes the nested state. The
-    file can be loaded with `weights_only=True` and `mmap=True`; tied tensors share memory in it. Raises UsageError if
-    the name of the description is taken, or an omitted value is needed by others."""
+    """Plan the file. The caller chooses its name. `dtypes`: dtype to write, by label. `shape`: changes the nested
+    state. torch can load the file with `weights_only=True` and `mmap=True`; tied tensors share memory in it. Raise
+    UsageError if the state uses the key of the description, or if a value refers to a tensor that is excluded."""
     native = Builder(view, Tensors(origin, dtypes), numbered=True, text_keys=False).build()
-    shape(native.root)  # raises errors before anything is written
+    shape(native.root)  # called once now, because it may raise an error
     file, orders = stage(origin, view, dtypes), orders_of(view)
     if odd := [one for one, order in orders.items() if sorted(order) != list(range(len(origin.tensors[one].shape)))]:
         raise CorruptError(f"{odd[0]}: {orders[odd[0]]!r:.80} is not a permutation of its dimensions")

@@ -1,9 +1,9 @@
-"""Write a run of `ckpt.megatron` as Megatron's own `torch_dist` checkpoint, loadable at any parallel sizes.
+"""Write a run of `ckpt.megatron` as Megatron's own `torch_dist` checkpoint, which any parallel sizes can load.
 
-It is a folder of torch's distributed checkpoints with the keys of Megatron's `ShardedTensor`s and an optimizer saved as
-`fully_reshardable`, plus `common.pt` with plain values and `metadata.json`. All layers of the decoder are one tensor
-with an axis for layers. The weights have two keys for the same bytes, because Megatron rounds the model's weights to
-its compute dtype when loading.
+The output is a folder of torch's distributed checkpoints with the keys of Megatron's `ShardedTensor`s and an optimizer
+saved as `fully_reshardable`, plus `common.pt` with plain values and `metadata.json`. All layers of the decoder are one
+tensor whose first dimension is the layer. The weights have two keys for the same bytes: one for the model, whose
+weights Megatron rounds to its compute dtype, and one for the optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt.tools.convert.source import DESCRIPTION, Origin, RankView
 from ckpt.tools.convert.to_dcp import FILE, Aliases, Rows, write
 from ckpt.tools.convert.torch_state import Builder, Tensors, stage
 
-NEEDED = ("model", "optim", "megatron")  # entries of the state of such a run
+NEEDED = ("model", "optim", "megatron")  # entries that every run of `ckpt.megatron` has
 RANDOM, SCHEDULE = "rng", "sched"
 LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
 MASTERS, MOMENTS = "optimizer.state.param.", ("exp_avg", "exp_avg_sq")
@@ -39,7 +39,7 @@ NUMBERS = "random numbers are omitted: Megatron starts from its seed"
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
-    """Plan the files. `dtypes`: dtype to write by label. Raises UsageError if this is not a run of `ckpt.megatron`, or
+    """Plan the files. `dtypes`: dtype to write, by label. Raise UsageError if the run is not of `ckpt.megatron`, or if
     Megatron has no form for it."""
     paths = {entry.path for entry in view.entries}
     if not {(name,) for name in NEEDED} <= paths:
@@ -73,11 +73,11 @@ def _without_numbers(view: RankView) -> RankView:
     return replace(view, entries=entries, tensors={name: view.tensors[name] for name in view.tensors if name in names})
 
 
-# -- what Megatron divides among ranks --
+# -- values that Megatron divides among ranks --
 
 
 def sharded(model: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> tuple[dict[str, Any], Aliases]:
-    """Return the sharded tensors by Megatron's keys, and aliases."""
+    """Return the sharded tensors by Megatron's keys, and aliases for tensors with two keys."""
     tensors, aliases = dict[str, Any](), Aliases()
     layers: dict[str, dict[int, Tensor]] = {}
     for prefix, name, tensor in _by_prefix(model, moments):
@@ -93,10 +93,10 @@ def sharded(model: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> tuple
 
 
 def _by_prefix(model: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the prefix of each key, the rest of it, and the tensor."""
+    """Yield for each tensor the prefix of its key, the rest of the key, and the tensor."""
     for name, weight in model.items():
         states = {key: moments.get(f"state.{name}.{key}") for key in MOMENTS}
-        yield ("" if None in states.values() else MASTERS), name, weight  # frozen or trained
+        yield ("" if None in states.values() else MASTERS), name, weight  # a weight without moments is frozen
         yield from ((f"optimizer.state.{key}.", name, moment) for key, moment in states.items() if moment is not None)
 
 
@@ -109,18 +109,18 @@ def _all_of(key: str, layers: Mapping[int, Tensor], count: int) -> list[Tensor]:
 
 
 def _nothing(model: Mapping[str, Tensor], count: int) -> dict[str, list[None]]:
-    """Return the empty extra state of modules, which Megatron expects without fp8."""
+    """Return empty extra state for each module that has some, because Megatron expects these keys even without fp8."""
     matched = (LAYER.fullmatch(name) for name, weight in model.items() if weight.dim() == 2)
     linear = {f"{m[1]}{m[3].removesuffix('.weight')}" for m in matched if m and m[3].endswith(".weight")}
-    attention = {"decoder.layers.self_attention.core_attention"}  # Transformer Engine's
+    attention = {"decoder.layers.self_attention.core_attention"}  # a module of Transformer Engine
     return {f"{key}._extra_state/shard_{i}_{count}": [None] for key in linear | attention for i in range(count)}
 
 
-# -- what is alike on all ranks --
+# -- values that are the same on all ranks --
 
 
 def common(root: Mapping[str | int, Any], step: int) -> dict[str, Any]:
-    """Return plain values under the names of Megatron-LM, and the user's own under their names in the run."""
+    """Return plain values under Megatron-LM's names, and the user's own entries under their names in the run."""
     saved = root["megatron"]
     if saved["step"] is None:
         raise UsageError(

@@ -1,7 +1,7 @@
 """Build a state in the form that torch saves: a nested dict of tensors and plain values.
 
-It is built twice: first with tensors without memory, to detect errors, and again with tensors whose bytes are in a file
-(`stage`), so that torch writes a state of any size without having it in memory.
+The state is built twice. The first time, its tensors have no memory, to detect errors early. The second time, their
+bytes are in a file (`stage`) that is mapped, so that torch can write a state of any size without having it in memory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ckpt.tools.convert.output import Literal, OutFile, TensorRun
 from ckpt.tools.convert.source import DESCRIPTION, MAX_DESCRIPTION, Origin, OriginEntry, RankView, describe, fingerprint
 
 WEIGHTS = ("module", "custom module")
-WIDEST_INT = 2032  # bits; torch.load rejects longer integers
-ALIGN = 64  # bytes; alignment of tensors
-UNMAPPED = (errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # raised by file systems that cannot map files
+WIDEST_INT = 2032  # maximum bits of an integer that torch.load accepts
+ALIGN = 64  # bytes to which tensors are aligned
+UNMAPPED = (errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of file systems that cannot map files
 _NUMPY_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAME}
 
 Place = tuple[str | int, ...]
@@ -45,7 +45,7 @@ Place = tuple[str | int, ...]
 
 
 def stage(origin: Origin, view: RankView, dtypes: Mapping[str, str], name: str = "") -> OutFile:
-    """Plan a file with the bytes of all tensors of a view."""
+    """Plan a file that contains the bytes of all tensors of a view."""
     parts, at = list[Literal | TensorRun](), 0
     for label in dict.fromkeys(view.tensors.values()):
         shape = origin.tensors[label].shape
@@ -57,8 +57,8 @@ def stage(origin: Origin, view: RankView, dtypes: Mapping[str, str], name: str =
 
 
 class Tensors:
-    """The tensors of an origin. The same request returns the same tensor. `staged`: path with their bytes, as planned
-    by `stage` in `file`; without it they have no memory."""
+    """The tensors of an origin. Equal requests return the same tensor. `staged`: path of the file with the bytes, which
+    `stage` has planned as `file`; None for tensors without memory."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Tensors:
         file: OutFile | None = None,
         orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        """`orders`: by label, the dimensions from outermost to innermost in memory (see `orders_of`)."""
+        """`orders`: result of `orders_of`: for a label, the dimensions from outermost to innermost in memory."""
         self._origin, self._dtypes, self._orders = origin, dtypes, orders
         self._made: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = {}
         self._bytes: dict[str, np.ndarray[Any, Any]] | None = None
@@ -92,7 +92,7 @@ class Tensors:
         return self._mapped
 
     def forget(self) -> None:
-        """Release the memory of what was read from the file; it is read again when it is used."""
+        """Release the memory of mapped bytes. They are read again from the file when they are used."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -100,7 +100,7 @@ class Tensors:
         return self._make(label, TORCH_DTYPE[self._dtypes[label]], self._origin.tensors[label].shape)
 
     def array(self, label: str, reference: Json) -> Tensor | None:
-        """Return a tensor for a numpy array, which the origin stores as plain bytes. None if torch lacks the dtype."""
+        """Return a numpy array, which the origin stores as plain bytes, as a tensor. None if torch lacks its dtype."""
         if type(reference.get("shape")) is not list:
             raise CorruptError(f"{reference.get('name')} has no shape")
         dtype, shape = plain_dtype(reference.get("dtype")), tuple(reference["shape"])
@@ -119,16 +119,16 @@ class Tensors:
             if self._bytes is None:
                 self._made[key] = torch.empty(shape, dtype=dtype, device="meta")
             elif label not in self._bytes:
-                self._made[key] = torch.empty(shape, dtype=dtype)  # it has no elements
+                self._made[key] = torch.empty(shape, dtype=dtype)  # a tensor without elements needs no mapped memory
             else:
                 self._made[key] = torch.from_numpy(self._bytes[label]).view(dtype).reshape(shape)
-                if (order := self._orders.get(label)) is not None:  # these few stay in memory until the file is written
+                if (order := self._orders.get(label)) is not None:  # such tensors stay in memory until the end
                     self._made[key] = torch.empty_permuted(shape, tuple(order), dtype=dtype).copy_(self._made[key])
         return self._made[key]
 
 
 def orders_of(view: RankView) -> dict[str, Sequence[int]]:
-    """Return the memory layout of each non-contiguous tensor by label. Raises CorruptError for an invalid one."""
+    """Return by label the memory layout of tensors that are not in row-major order. Raise CorruptError if invalid."""
     layouts = dict[str, Sequence[int]]()
     for entry in view.entries:
         orders = entry.facts.get(ORDERS, {})
@@ -143,24 +143,24 @@ def orders_of(view: RankView) -> dict[str, Sequence[int]]:
     return layouts
 
 
-# -- what torch would have been given --
+# -- build the state that torch would have received --
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A tensor or array that is inserted later."""
+    """A placeholder for a tensor or array that is inserted later."""
 
     name: str
     reference: Json = None
 
 
 class _Branch(dict[str | int, Any]):
-    """A container known only from paths of entries: a dict, or a list if its keys are 0, 1, 2, …"""
+    """A container known only from the paths of entries. It becomes a list if its keys are 0, 1, 2, …"""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one optimizer. `at`: its path; `params`: the names in each group, as written."""
+    """The groups of one optimizer. `at`: path of the optimizer. `params`: names of each group's parameters."""
 
     at: Place
     params: tuple[tuple[str, ...], ...]
@@ -168,7 +168,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Native:
-    """The built state. `root`: what to save; `places`: path of each tensor; `notes`: what was changed."""
+    """The state that was built. `root`: value to save. `places`: path of each tensor. `notes`: what was changed."""
 
     root: dict[str | int, Any]
     places: Mapping[str, Place]
@@ -181,10 +181,10 @@ def _form(value: object) -> tuple[str, tuple[int, ...]] | None:
 
 
 class Builder:
-    """Builds what torch would have saved.
+    """Builds the state that torch would have saved.
 
-    `numbered`: optimizers number their parameters like torch's `state_dict`; otherwise they use names like
-        `torch.distributed.checkpoint`. `text_keys`: in paths, keys of dicts are text, as in the latter's files.
+    `numbered`: True numbers the parameters of optimizers, like torch's `state_dict`; False names them, like
+        `torch.distributed.checkpoint`. `text_keys`: keys of dicts are text in paths, as in files of the latter.
     """
 
     def __init__(self, view: RankView, tensors: Tensors, *, numbered: bool, text_keys: bool) -> None:
@@ -195,7 +195,7 @@ class Builder:
         self._modules = {name: e.path for e in view.entries if e.kind in WEIGHTS for name in e.names}
 
     def build(self) -> Native:
-        """Build the state. Raises UsageError if the name of the description is taken."""
+        """Build the state. Raise UsageError if an entry uses the key of the description."""
         root = _Branch()
         for entry in self._view.entries:
             _insert(root, entry.path, self._value(entry))
@@ -211,7 +211,7 @@ class Builder:
         return Native(found, self._places, tuple(self._optimizers), notes)
 
     def _known(self) -> RankView:
-        """Return the view without tensors that were omitted."""
+        """Return the view without the tensors that were omitted from the state."""
         has = self._has
         entries = tuple(structs.replace(e, names=tuple(filter(has, e.names))) for e in self._view.entries)
         return replace(self._view, entries=entries)
@@ -251,7 +251,7 @@ class Builder:
             group.setdefault("param_names", [called[name] for name in params])
             groups.append(group)
         self._optimizers.append(Groups(entry.path, tuple(tuple(called[n] for n in g) for g in facts["params"])))
-        # tensors that only the optimizer has; torch's own loader ignores them
+        # "params" has the tensors that only the optimizer has; torch's own loader ignores this key
         start = show((*entry.path, "params")) + "."
         own = {n.removeprefix(start): _Named(n) for n in entry.names if n.startswith(start) and self._has(n)}
         more = {
@@ -264,7 +264,7 @@ class Builder:
         return (saved | {"params": own} if own else saved) | extra
 
     def _fill(self, entry: OriginEntry, state: dict[str, dict[str, Any]]) -> None:
-        """Insert the tensors of the state under their parameter and key."""
+        """Insert the tensors of an optimizer's state under their parameter and key."""
         prefix = show((*entry.path, "state")) + "."
         inside = set(references(entry.values))
         split = splitter(state)
@@ -276,7 +276,7 @@ class Builder:
                 state[found[0]][found[1]] = _Named(full)
 
     def _relative(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the names of parameters in their module; full names if those would be ambiguous."""
+        """Return the names of parameters relative to their module, or full names if those are ambiguous."""
         found = {}
         for name in names:
             path = self._modules.get(name)
@@ -284,20 +284,20 @@ class Builder:
         return found if len(set(found.values())) == len(found) else {name: name for name in names}
 
     def _settle(self, value: Any, at: Place, *, text_keys: bool | None = None) -> Any:
-        """Replace names by tensors, and convert values that `torch.load(weights_only=True)` would reject."""
+        """Replace placeholders by tensors, and convert values that `torch.load(weights_only=True)` would reject."""
         kind, text = type(value), self._text_keys if text_keys is None else text_keys
         if kind is _Named:
             return self._tensor(value, at)
         if kind in (dict, OrderedDict, Counter):
             for key, item in list(value.items()):
-                # other keys may contain objects that torch does not load
+                # a key of another type may contain objects that torch does not load
                 if type(key) not in (str, int, float, bool, type(None)):
                     del value[key]
                     key = self._settle(key, at, text_keys=text)
                 value[key] = self._settle(item, (*at, str(key) if text else part_of(key)), text_keys=text)
             return value
         if kind in (list, tuple):
-            text = text and kind is list  # DCP keeps tuples whole, with their contents
+            text = text and kind is list  # DCP stores a tuple with its contents as one value
             return kind(self._settle(item, (*at, i), text_keys=text) for i, item in enumerate(value))
         if kind is set:
             return {self._settle(item, at, text_keys=text) for item in value}
@@ -340,7 +340,7 @@ class Builder:
         kind = value.dtype.kind
         if kind in "biufc":
             self._changed["numpy scalars became Python numbers"] += 1
-            found = value.item()  # for a long double this is again a long double
+            found = value.item()  # item() of a long double returns a long double again
             return (
                 found if type(found) in (bool, int, float, complex) else complex(found) if kind == "c" else float(found)
             )
@@ -349,7 +349,7 @@ class Builder:
 
 
 def _named(reference: Json) -> object:
-    if reference.get("$") == "wrapper":  # made of several tensors by a class that may not be installed elsewhere
+    if reference.get("$") == "wrapper":  # several tensors and a class that may not be installed elsewhere
         return {attribute: _named(one) for attribute, one in reference["tensors"]}
     if reference.get("$") not in ("tensor", "ndarray"):
         return as_plain(reference)
@@ -357,7 +357,7 @@ def _named(reference: Json) -> object:
 
 
 def _insert(root: _Branch, path: Place, value: Any) -> None:
-    """Insert an entry's value at its path; an empty path is the root itself."""
+    """Insert an entry's value at its path. With an empty path, the value becomes the root itself."""
     branch: Any = root
     if not path:
         if not isinstance(value, Mapping):

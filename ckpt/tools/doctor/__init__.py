@@ -1,5 +1,5 @@
-"""Check before a job whether its locations, machine and network are fit for it, and give advice.
+"""Check before a job whether its locations, machine and network are suitable, and give advice.
 
-Input: URLs, folders, the machine. Output: findings as values. It changes nothing permanently, and imports neither torch
-nor the command line.
+The input is URLs, folders and the machine; the output is findings as values. The checks change nothing permanently. The
+package imports neither torch nor the command line.
 """

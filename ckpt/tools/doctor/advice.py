@@ -1,4 +1,4 @@
-"""Compute from the measurements how long saves and restores take, and how often to save where. No side effects."""
+"""Compute from measurements how long saves and restores take, and how often to save to each location. No I/O."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ckpt.store import folder_of
 from ckpt.tools.doctor.findings import GB, PROBLEM, Finding, JobSize, TierFindings
 from ckpt.tools.doctor.machine import Speed
 
-COST = 0.01  # share of training time that saving may cost
+COST = 0.01  # maximum share of training time that saving may cost
 
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """The duration of a save and a restore in one location, and the shortest interval that costs under 1 % of training.
-    `every`: the interval in steps, None if the duration of a step is unknown."""
+    """The duration of a save and of a restore in one location, and the shortest interval at which saving costs under 1
+    % of training. `every`: this interval in steps, None if the duration of a step is unknown."""
 
     where: str
     save_s: float
@@ -38,11 +38,11 @@ def memory_cadence(job: JobSize, speed: Speed) -> Cadence:
 
 
 def place_cadence(job: JobSize, place: TierFindings, speed: Speed) -> Cadence:
-    """Return the interval at which saves use the store for half of the time at most, and the CPUs for 1 %."""
+    """Return the interval at which saves keep the store busy for at most half of the time, and the CPUs for 1 %."""
     rates, size = place.rates, job.state if place.shared else job.here
     save_s = size / rates.write + 4 * rates.put_s
     restore_s = size / max(rates.read, 1.0) + 4 * rates.get_s
-    cpu_s = job.here * (rates.cpu_s + 0.1 / GB)  # and digests
+    cpu_s = job.here * (rates.cpu_s + 0.1 / GB)  # 0.1 CPU-s a GB for digests
     busy, costly = least_interval(save_s), cpu_s / (COST * speed.cpus)
     what = "shared by all nodes" if place.shared else "this machine's share"
     why = f"{size / GB:.1f} GB ({what}) take {save_s:.1f} s and {cpu_s:.1f} CPU-s of {speed.cpus:g} CPUs; "
@@ -56,8 +56,8 @@ def in_steps(interval_s: float, step_s: float | None) -> int | None:
 
 
 def conclude(job: JobSize, places: Sequence[TierFindings], speed: Speed) -> list[Cadence]:
-    """Return the intervals of memory and of the measured locations, fastest first; nothing if the state's size is
-    unknown."""
+    """Return the intervals for memory and for the measured locations, fastest first. Return [] if the size of the state
+    is unknown."""
     if not job.state:
         return []
     durable = [place_cadence(job, place, speed) for place in places if place.rates.write > 0]
@@ -65,7 +65,7 @@ def conclude(job: JobSize, places: Sequence[TierFindings], speed: Speed) -> list
 
 
 def too_full(job: JobSize, place: TierFindings) -> list[Finding]:
-    """Three checkpoints must fit: two that are kept, and one that is being written."""
+    """Return a finding if three checkpoints do not fit. Two are kept, and a third one is being written."""
     size = job.state if place.shared else job.here
     if place.free is None or not job.state or place.free > 3 * size:
         return []
@@ -80,10 +80,10 @@ def too_full(job: JobSize, place: TierFindings) -> list[Finding]:
 def tiers_line(
     job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierFindings], speed: Speed, *, mended: bool = False
 ) -> str:
-    """Return a line for the Checkpointer, ready to paste, without locations that have problems.
+    """Return the `tiers=` argument of the Checkpointer to paste, without the locations that have problems.
 
-    `mended`: include them as if the problems were fixed. Empty if the duration of a step is unknown or no location
-        remains.
+    `mended`: True includes these locations, as if the problems were fixed. Returns "" if the duration of a step is
+        unknown or no location remains.
     """
     fine = {place.url for place in places if place.usable or mended}
     memory, durable = cadences[0] if cadences else None, [one for one in cadences[1:] if one.where in fine]
@@ -106,7 +106,7 @@ def tiers_line(
 
 
 def why_no_line(job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierFindings], speed: Speed) -> str:
-    """Return what is missing for the line, or the line to use once the problems are fixed."""
+    """Return what the user must do to get the line to paste, or the line for the time after problems are fixed."""
     if not places:
         return "Give the folder or bucket that the job will save to, to get a line tiers=[…] to paste"
     if len(cadences) < 2:

@@ -1,4 +1,4 @@
-"""Findings of `ckpt doctor` and values that its checks share: verdicts, a job, a location, numbers as text.
+"""Findings of `ckpt doctor`, and values that its checks share: verdicts, a job, a location, numbers as text.
 
 GB are 10**9 bytes, as for disks and networks.
 """
@@ -24,8 +24,8 @@ OnBytes = Callable[[int], None] | None
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding. `verdict`: "ok", "advice" or "problem". `advice`: what to do. `data`: details for programs, as
-    JSON."""
+    """One finding. `verdict`: "ok", "advice" or "problem". `advice`: what the user should do. `data`: details for
+    programs, as JSON."""
 
     what: str
     value: str
@@ -35,7 +35,7 @@ class Finding:
 
 
 def judge(what: str, value: str, bad: bool, advice: str, data: Any = None, *, verdict: str = ADVICE) -> Finding:
-    """Return a finding that is OK, or has the verdict and the advice if it is `bad`."""
+    """Return a finding. If `bad`, it has the given verdict and the advice; otherwise it is OK."""
     return Finding(what, value, verdict, advice, data) if bad else Finding(what, value, data=data)
 
 
@@ -48,8 +48,8 @@ def worst(findings: Sequence[Finding]) -> str:
 class JobSize:
     """The size of a job.
 
-    `state`: bytes over all ranks. `step_s`: seconds per step. `world`: ranks, of which `local` run on this machine.
-        `how`: source of that number, as text.
+    `state`: bytes over all ranks. `step_s`: seconds per step. `world`: number of ranks. `local`: number of ranks on
+        this machine. `how`: source of `local`, as text.
     """
 
     state: int = 0
@@ -60,14 +60,14 @@ class JobSize:
 
     @property
     def here(self) -> int:
-        """Bytes that this machine saves, without replicas."""
+        """The bytes that this machine saves, without replicas."""
         return self.state * self.local // self.world
 
 
 @dataclass
 class StoreRates:
-    """Measured rates: `write` and `read` in bytes per second, `put_s` and `get_s` per small object, `cpu_s` per byte
-    written."""
+    """Measured rates. `write`, `read`: bytes per second. `put_s`, `get_s`: seconds per small object. `cpu_s`: CPU
+    seconds per byte written."""
 
     write: float = 0.0
     read: float = 0.0
@@ -78,7 +78,7 @@ class StoreRates:
 
 @dataclass
 class TierFindings:
-    """The findings about one URL. `reached`: it could be read. `shared`: all nodes write to the same disks."""
+    """The findings about one URL. `reached`: True if it could be read. `shared`: True if all nodes write to it."""
 
     url: str
     findings: list[Finding] = field(default_factory=list)
@@ -86,7 +86,7 @@ class TierFindings:
     reached: bool = True
     shared: bool = False
     free: int | None = None
-    options: bool = False  # True if it needs storage options
+    options: bool = False  # True if storage options are needed to open the URL
 
     @property
     def usable(self) -> bool:
@@ -94,7 +94,7 @@ class TierFindings:
 
 
 def clock_difference(seconds: float, exact_s: float) -> Finding:
-    """Judge a clock difference. `exact_s`: difference that a correct clock may show."""
+    """Return a finding about a difference of clocks. `exact_s`: difference that is normal for correct clocks."""
     off, data = abs(seconds), round(seconds, 1)
     text = f"{'the same' if off <= exact_s else f'{seconds:+.0f} s'} at the other end"
     advice = "Set the clocks (chrony, NTP)"
@@ -105,8 +105,8 @@ def clock_difference(seconds: float, exact_s: float) -> Finding:
 
 
 def cleaner(url: str) -> Callable[[str], str]:
-    """Return a function that removes passwords and queries from URLs, and keys and tokens in the options from any
-    text."""
+    """Return a function that removes secrets from any text: passwords and queries in URLs, and the keys and tokens in
+    this URL's options."""
     hidden: list[str] = []
     with contextlib.suppress(CheckpointError):
         hidden = sorted(_secrets_in(options_of(url)), key=len, reverse=True)
@@ -129,7 +129,7 @@ def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def noise(size: int) -> memoryview:
-    """Return page-aligned bytes that cannot be compressed."""
+    """Return page-aligned random bytes, which cannot be compressed."""
     view = memoryview(mmap.mmap(-1, max(size, 1)))[:size]
     for start in range(0, size, 16 * MIB):
         view[start : start + 16 * MIB] = os.urandom(min(16 * MIB, size - start))
@@ -137,7 +137,7 @@ def noise(size: int) -> memoryview:
 
 
 def read_text(file: Path | str) -> str:
-    """Return the text of a kernel file, empty if it cannot be read."""
+    """Return the text of a kernel file, or "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(file).read_bytes().decode("utf-8", "replace")
     return ""

@@ -1,4 +1,4 @@
-"""Checks that only folders need: file system, mount options, free space, fsync and clock."""
+"""Checks for folders only: file system, mount options, free space, fsync and clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FileSystem:
 
 
 def file_system(path: str, mountinfo: str | None = None) -> FileSystem:
-    """Return the file system of a folder. `mountinfo`: text of /proc/self/mountinfo."""
+    """Return the file system of a folder. `mountinfo`: text of /proc/self/mountinfo, by default read from there."""
     text = mountinfo if mountinfo is not None else read_text("/proc/self/mountinfo")
     kind, options = mount_of(os.path.realpath(path), text)
     advice = ""
@@ -49,7 +49,7 @@ def file_system(path: str, mountinfo: str | None = None) -> FileSystem:
 
 
 def mount_of(path: str, mountinfo: str) -> tuple[str, set[str]]:
-    """Return the type and options of the file system that contains a path."""
+    """Return the type and the options of the file system that contains a path."""
     best, kind, options = -1, "", set[str]()
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -58,21 +58,21 @@ def mount_of(path: str, mountinfo: str) -> tuple[str, set[str]]:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), words[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best:  # a later mount hides an earlier one
+        if inside and len(point) >= best:  # >=, because a later mount at the same path hides an earlier one
             more = kinds[2].split(",") if len(kinds) > 2 else []
             best, kind, options = len(point), kinds[0], {*words[5].split(","), *more}
     return kind, options
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the innermost existing folder of a path."""
+    """Return the path itself if it is a folder, otherwise its nearest parent that exists."""
     while not path.is_dir() and path != path.parent:
         path = path.parent
     return path
 
 
 def space(path: str) -> list[Finding]:
-    """Return free bytes (also as data) and free inodes."""
+    """Return findings about free bytes (also as data) and free inodes."""
     stats = os.statvfs(nearest_folder(Path(path)))
     free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
     tight = free < 0.05 * total or free < 64 * MIB
@@ -85,7 +85,7 @@ def space(path: str) -> list[Finding]:
 
 
 def disk(folder: str) -> list[Finding]:
-    """Measure fsync in a scratch folder, and compare the file server's clock."""
+    """Measure fsync in a scratch folder, and compare the clock of a file server with this machine's clock."""
     found, clock = fsync_time(f"{folder}/sync"), Path(folder, "clock")
     clock.write_bytes(b"x")
     return [found, folder_fsync(folder), clock_difference(clock.stat().st_mtime - time.time(), 1.0)]

@@ -1,4 +1,4 @@
-"""Check CPUs, memory, limits and the clock of the machine, and measure how fast it copies snapshots."""
+"""Check the CPUs, memory, limits and clock of the machine, and measure how fast it copies snapshots."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ckpt.tools.doctor.findings import ADVICE, GB, MIB, PROBLEM, Finding, JobSiz
 
 
 def machine(job: JobSize, *, proc: Path = Path("/proc"), sys_: Path = Path("/sys")) -> list[Finding]:
-    """Check everything except GPUs and the clock. `proc`, `sys_`: where the kernel's files are."""
+    """Check everything except GPUs and the clock. `proc`, `sys_`: folders of the kernel's files."""
     return [cpus(proc, sys_), memory(job, proc, sys_), *oom_group(proc, sys_), *limits(job)]
 
 
 def cpu_count(proc: Path = Path("/proc"), sys_: Path = Path("/sys")) -> float:
-    """Return the CPUs that this process may use: its affinity, reduced by cgroup limits."""
+    """Return the number of CPUs that this process may use: those of its affinity, reduced by cgroup limits."""
     found = float(len(os.sched_getaffinity(0)))
     for file in cgroup_files("cpu", "cpu.max", proc, sys_):
         words = read_text(file).split()
@@ -50,7 +50,7 @@ def cpus(proc: Path, sys_: Path) -> Finding:
 
 
 def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
-    """Compare free memory with the snapshots of the local ranks: three, and one more during a write to a tier."""
+    """Compare free memory with the need of the local ranks: three snapshots, and a fourth during a write to a tier."""
     room = arena.room(proc, sys_ / "fs" / "cgroup")
     text = f"{room.available / GB:.1f} of {room.total / GB:.1f} GB available"
     text += "" if room.where == "machine" else " (a cgroup's limit)"
@@ -65,13 +65,13 @@ def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
 
 
 def cgroup_files(controller: str, name: str, proc: Path, sys_: Path) -> Iterator[Path]:
-    """Yield a file of the cgroups that contain this process, v1 and v2, nearest first."""
+    """Yield the paths of a file in the cgroups that contain this process, v1 and v2, nearest first."""
     for chain in arena.cgroup_chains(proc, sys_ / "fs" / "cgroup", "self", controller):
         yield from (file for folder in chain if (file := folder / name).is_file())
 
 
 def oom_group(proc: Path, sys_: Path) -> list[Finding]:
-    """Check whether the OOM killer kills all processes of the container together."""
+    """Return a finding if the OOM killer would kill all processes of the container together."""
     if not any(read_text(f).strip() == "1" for f in cgroup_files("memory", "memory.oom.group", proc, sys_)):
         return []
     advice = "The OOM killer also kills the writer, and its memory is lost: set singleProcessOOMKill in the kubelet"
@@ -79,7 +79,7 @@ def oom_group(proc: Path, sys_: Path) -> list[Finding]:
 
 
 def limits(job: JobSize) -> list[Finding]:
-    """Check ulimits that would end or hinder a job."""
+    """Return findings about ulimits that would end or hinder a job."""
     most = {
         "open files (ulimit -n)": (resource.RLIMIT_NOFILE, 1024, "Raise it: ulimit -n 65536"),
         "file size (ulimit -f)": (
@@ -114,7 +114,7 @@ class ClockWatch:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speed of copies into host memory in bytes per second, by GPU copy engines (`by_device`) or by CPUs."""
+    """Speed of copies to host memory, bytes per second. `by_device`: by the GPUs' copy engines, not by CPUs."""
 
     copy: float
     by_device: bool
@@ -123,7 +123,7 @@ class Speed:
 
 
 def speed(device_rates: Sequence[float], job: JobSize) -> Speed:
-    """Measure how fast snapshots are copied here."""
+    """Measure how fast this machine copies snapshots."""
     room = arena.room().available
     if device_rates:
         return Speed(sum(device_rates[: job.local]), True, cpu_count(), room)
@@ -131,7 +131,7 @@ def speed(device_rates: Sequence[float], job: JobSize) -> Speed:
 
 
 def copy_rate(size: int = 128 * MIB) -> float:
-    """Measure memcpy of one thread into touched memory larger than the caches."""
+    """Measure one thread's memcpy. The memory is larger than the caches, and was written before."""
     one, two = memoryview(bytearray(size)), memoryview(bytearray(size))
     times = []
     for _ in range(3):
@@ -163,7 +163,7 @@ Run = Callable[[Sequence[str], float], str | None]
 
 
 def run_command(arguments: Sequence[str], timeout_s: float) -> str | None:
-    """Return the output of a program, None if it cannot be run, fails or takes too long."""
+    """Return the output of a program, or None if it cannot be run, fails or takes too long."""
     try:
         done = subprocess.run(
             arguments, capture_output=True, text=True, timeout=timeout_s, check=False, errors="replace"
@@ -174,12 +174,12 @@ def run_command(arguments: Sequence[str], timeout_s: float) -> str | None:
 
 
 def gpu_count(dev: Path = Path("/dev")) -> int:
-    """Count the NVIDIA GPUs of this machine."""
+    """Return the number of NVIDIA GPUs in this machine."""
     return sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in dev.iterdir())
 
 
 def gpus(run: Run = run_command, dev: Path = Path("/dev")) -> tuple[list[Finding], list[float]]:
-    """Measure copies from each GPU to pinned host memory, bytes per second; none if that fails."""
+    """Measure copies from each GPU to pinned host memory. Return findings, and bytes per second or [] if that fails."""
     if not gpu_count(dev):
         return [Finding("GPU", "no GPU here")], []
     output = run([sys.executable, "-c", COPY], 120.0)

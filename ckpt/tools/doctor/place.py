@@ -1,11 +1,11 @@
 """Check before a long job whether locations keep their guarantees, how fast they are, and what the machine allows.
 
-Each check is a small function that returns findings. All files written have names of our own (`.ckpt-doctor-…` in
-folders, `doctor-…/` elsewhere) and are removed whatever happens; a location with files of other programs is not written
-to. Every check has a timeout, every measurement a limit in bytes.
+Each check is a small function that returns findings. All files that doctor writes have special names
+(`.ckpt-doctor-…` in folders, `doctor-…/` elsewhere) and are always removed. A location with files of other programs is
+not written to. Every check has a timeout, and every measurement a limit in bytes.
 
-`ckpt.tools.doctor.promises` tests what every store must do; `folder` and `s3` test what only these have; `machine`
-checks the machine, and `advice` computes the recommendation. Rates are those of one process now.
+`ckpt.tools.doctor.promises` has tests for every kind of store, and `folder` and `s3` those for one kind; `machine`
+checks the machine, and `advice` computes the recommendation. Rates are those of one process at the time of the check.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ckpt.tools.doctor.s3 import bare_s3, bucket
 from ckpt.units import count_of
 
 FOLDER = ".ckpt-doctor-"
-LEFT_S = 3600  # older scratch names were left by a killed doctor
+LEFT_S = 3600  # seconds after which a scratch name is considered left by a killed doctor
 RETRY_S, CLEAN_S = 5.0, 30.0
 
 
-# -- a place --
+# -- check a location --
 
 
 async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> TierFindings:
-    """Run all checks of one location. Problems of the location become findings, never exceptions."""
+    """Run all checks of one location. Problems become findings; no exception is raised."""
     cleaned = cleaner(url)
     place = TierFindings(cleaned(url))
     try:
@@ -52,7 +52,7 @@ async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> Tier
         place.findings.append(Finding("open", cleaned(str(error)), PROBLEM, "Correct the URL or its options"))
         return place
     if hasattr(store, "budget_s"):
-        store.budget_s = RETRY_S  # other commands retry for minutes, but here a person waits
+        store.budget_s = RETRY_S  # a shorter time for retries than usual, because a person waits
     try:
         await _examine(store, place, bounds, on_bytes)
     finally:
@@ -85,7 +85,7 @@ async def _examine(store: Store, place: TierFindings, bounds: Bounds, on_bytes: 
 
 
 async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bounds, on_bytes: OnBytes) -> bool:
-    """Run the checks that write. Return whether writing is allowed."""
+    """Run the checks that write. Return True if writing is allowed."""
     add, rates = place.findings.extend, place.rates
     try:
         async with scratch(store, root, place.findings) as (inner, prefix):
@@ -108,7 +108,7 @@ async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bo
 
 
 async def bounded(what: str, check: Awaitable[list[Finding]], bounds: Bounds) -> list[Finding]:
-    """Run a check within its timeout; an error becomes a finding, named "reach" if the location cannot be reached."""
+    """Run a check with a timeout. An error becomes a finding, named "reach" if the location cannot be reached."""
     try:
         async with asyncio.timeout(bounds.check_s):
             return await check
@@ -124,7 +124,7 @@ async def bounded(what: str, check: Awaitable[list[Finding]], bounds: Bounds) ->
 
 @contextlib.asynccontextmanager
 async def scratch(store: Store, root: str | None, findings: list[Finding]) -> AsyncIterator[tuple[Store, str]]:
-    """Yield a store and a prefix to write under, and remove them afterwards; if that fails, add a finding."""
+    """Yield a store and a prefix for scratch objects. Remove these at the end; if that fails, add a finding."""
     name = f"{int(time.time())}-{secrets.token_hex(4)}"
     if root is not None:
         async with _scratch_folder(Path(root), FOLDER + name, findings) as inner:
@@ -157,7 +157,7 @@ async def _scratch_folder(root: Path, name: str, findings: list[Finding]) -> Asy
     finally:
         if inner is not None:
             await inner.aclose()
-        for _ in range(100):  # a thread may still be finishing a write
+        for _ in range(100):  # retry, because a thread may still be finishing a write
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 break
@@ -172,7 +172,7 @@ def _is_old(name: str) -> bool:
 
 
 async def remove(store: Store, prefix: str) -> None:
-    """Delete every object and unfinished upload under a prefix of ours."""
+    """Delete every object and unfinished upload under a scratch prefix."""
     assert prefix.startswith(PREFIX) and prefix.endswith("/")
     try:
         await store.drop_uploads(lambda key: not key.startswith(prefix))
@@ -180,11 +180,11 @@ async def remove(store: Store, prefix: str) -> None:
         await store.delete_many([info.key async for info in store.list(prefix)])
 
 
-# -- what is there --
+# -- existing contents --
 
 
 async def inspect(store: Store) -> list[Finding]:
-    """Check whether there is a run, files of other programs, or nothing. Removes only leftovers of a killed doctor."""
+    """Check whether the location has a run, files of other programs, or nothing. Remove a killed doctor's leftovers."""
     log = RunLog(store)
     try:
         await log.open()

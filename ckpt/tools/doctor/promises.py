@@ -1,4 +1,4 @@
-"""Test what any store must do: permissions, create-if-absent and consistency, and measure its speed."""
+"""Test what every store must guarantee (permissions, create-if-absent, consistency), and measure its speed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ckpt.tools.doctor.s3 import bare_s3
 from ckpt.units import decimal, duration
 
 CREATORS, ROUNDS = 16, 3
-LARGEST = 128 * MIB  # size of the largest object written to measure
+LARGEST = 128 * MIB  # maximum size of an object that is written to measure the speed
 RANGE, READERS = 8 * MIB, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits: `size` bytes and `measure_s` seconds for writing and again for reading; `check_s` seconds for any
-    check."""
+    """Limits of a check. `size`: bytes to write. `measure_s`: seconds for writing, and again for reading. `check_s`:
+    timeout of any check, seconds."""
 
     size: int = 256 * MIB
     measure_s: float = 10.0
@@ -34,7 +34,7 @@ class Bounds:
 
 
 async def permissions(store: Store, prefix: str) -> list[Finding]:
-    """Try each operation that a run needs, once."""
+    """Try once each operation that a run needs, and return a finding for each that is not allowed."""
     key, s3 = f"{prefix}permission", bare_s3(store)
 
     async def abort() -> None:
@@ -73,7 +73,7 @@ async def permissions(store: Store, prefix: str) -> list[Finding]:
 
 
 async def create_if_absent(store: Store, prefix: str) -> list[Finding]:
-    """Create an object twice in turn, and by many callers at the same time. Commits depend on this alone."""
+    """Check that an object cannot be created twice, in turn or by many callers at once. All commits rely on this."""
     advice = "Two jobs could overwrite each other's commits: keep runs where create-if-absent is atomic"
     await store.put(f"{prefix}once", b"first", create=True)
     try:
@@ -91,7 +91,7 @@ async def create_if_absent(store: Store, prefix: str) -> list[Finding]:
 
 
 async def _race(store: Store, key: str) -> str:
-    """Return what went wrong when many callers created the same object at the same time."""
+    """Let many callers create the same object at the same time. Return what went wrong, or ""."""
     bodies = [b"%02d" % number * 64 for number in range(CREATORS)]
     calls = (store.put(key, body, create=True) for body in bodies)
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -107,7 +107,7 @@ async def _race(store: Store, key: str) -> str:
 async def consistency(
     store: Store, prefix: str, rates: StoreRates, *, rounds: int = 8, most_s: float = 8.0
 ) -> list[Finding]:
-    """Check that writes and deletions are visible immediately, and measure small objects."""
+    """Check that writes and deletions are visible immediately, and measure the latency of small objects."""
     problems: dict[str, str] = {}
     puts, gets = list[float](), list[float]()
     end = time.monotonic() + most_s
@@ -147,9 +147,9 @@ async def consistency(
 async def bandwidth(
     store: Store, prefix: str, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes = None
 ) -> list[Finding]:
-    """Write and read large objects like checkpoints. The rates are those of the largest that fit into the time."""
+    """Write and read large objects, as checkpoints do. The rates are those of the largest size within the time."""
     data = await asyncio.to_thread(noise, min(bounds.size, LARGEST))
-    written: list[tuple[int, float, float]] = []  # size, seconds, CPU
+    written: list[tuple[int, float, float]] = []  # for each object: size, seconds, CPU seconds
     end = time.monotonic() + bounds.measure_s
 
     async def piece(offset: int, length: int) -> memoryview:
@@ -185,7 +185,7 @@ async def bandwidth(
 async def _read_back(
     store: Store, prefix: str, sizes: list[int], data: memoryview, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes
 ) -> bool:
-    """Measure reading, largest objects first. Return True if every byte is as written."""
+    """Read the objects back, largest first, and measure the rate. Return True if every byte is as it was written."""
     done, same = 0, True
     largest_first = sorted(enumerate(sizes), key=lambda item: -item[1])
     spans = [(n, at, min(RANGE, size - at)) for n, size in largest_first for at in range(0, size, RANGE)]

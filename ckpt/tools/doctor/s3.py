@@ -1,4 +1,4 @@
-"""Check what only S3 has: unfinished uploads, lifecycle rules, versioning, the server's clock."""
+"""Checks for S3 only: unfinished uploads, lifecycle rules, versioning, the server's clock."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ckpt.units import count_of
 
 
 def bare_s3(store: Any) -> Any:
-    """Return the innermost store if it is S3, else None."""
+    """Return the innermost store if it is an S3Store, otherwise None."""
     while hasattr(store, "store"):
         store = store.store
     return store if all(hasattr(store, name) for name in ("call", "unfinished", "bucket", "engine")) else None
 
 
 async def bucket(s3: Any) -> list[Finding]:
-    """Check unfinished uploads, lifecycle rules, versioning and the clock of a bucket."""
+    """Return findings about unfinished uploads, lifecycle rules, versioning and the clock of a bucket."""
     findings: list[Finding] = []
     for what, check in (("clock", s3_clock), ("unfinished uploads", _uploads), ("lifecycle", _rules)):
         try:
@@ -64,7 +64,7 @@ async def _rules(s3: Any) -> list[Finding]:
 
 
 def lifecycle(rules: Sequence[Mapping[str, Any]], prefix: str, versioned: bool) -> list[Finding]:
-    """Return findings about the rules that affect a run under a prefix."""
+    """Return findings about the lifecycle rules that affect a run under this prefix. `versioned`: versioning is on."""
     active = [rule for rule in rules if rule.get("Status") == "Enabled" and not _tagged(rule)]
     whole = [rule for rule in active if prefix.startswith(_prefix(rule))]
     touching = [rule for rule in active if _prefix(rule).startswith(prefix) or rule in whole]

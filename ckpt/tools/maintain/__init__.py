@@ -1,5 +1,5 @@
 """Maintain a whole run without a training job: audit, repair, prune, copy.
 
-Input: runs in stores. Output: plans to show, and results. Training does not import it; it imports neither torch nor the
-command line.
+The input is runs in stores; the output is plans to show, and results. Training does not import this package. It imports
+neither torch nor the command line.
 """

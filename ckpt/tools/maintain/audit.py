@@ -1,10 +1,10 @@
-"""Find damage in everything that live checkpoints reference, for `ckpt repair`. Every data file is read once.
+"""Find damage in everything that live checkpoints reference, for `ckpt repair`. Every data file is read only once.
 
-    look      the small files of every checkpoint, and the ranges of data files that they reference
-    survey    these ranges, read and compared
+    look      read the small files of every checkpoint, and find the ranges of data files that they reference
+    survey    read these ranges and compare them with their digests
 
-Files retired during the audit are not damage. A small file is restored in memory immediately if the rest of its
-checkpoint or another location determines its content.
+Files of checkpoints that are retired during the audit do not count as damage. A small file is restored in memory
+immediately if the rest of its checkpoint, or another location, determines its content.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _RANGE = np.dtype([("file", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low"
 
 
 class Audit:
-    """The damage of the run behind `log`. `others`: the same run in other locations, which may have intact copies.
-    `commits`: checkpoints to audit, default all live ones."""
+    """Finds the damage of the run of `log`. `others`: logs of the same run in other locations, which may have intact
+    copies. `commits`: checkpoints to audit, default all live ones."""
 
     def __init__(self, log: RunLog, others: Sequence[RunLog] = (), commits: Sequence[Commit] | None = None) -> None:
         self.log, self.others, self.store = log, list(others), log.store
@@ -64,13 +64,13 @@ class Audit:
         self.sheets: list[AuditedTable] = []
         self.infos: dict[str, DataFile] = {}
         self.sizes: dict[str, int] = {}
-        self._names: dict[str, int] = {}  # names of data files with their numbers in `_ranges`
+        self._names: dict[str, int] = {}  # for the name of each data file, its number in `_ranges`
         self._ranges: Ranges = np.zeros(0, _RANGE)
 
-    # -- what is damaged --
+    # -- find damage --
 
     async def look(self) -> int:
-        """Read everything except tensors. Return how many bytes `survey` will read."""
+        """Read everything except tensors. Return the number of bytes that `survey` will read."""
         await self._format()
         for commit in self.commits:
             await self._structure(commit)
@@ -84,13 +84,13 @@ class Audit:
         return there is None or (info is not None and there != info.size)
 
     async def _measure(self, key: str) -> None:
-        """Read the size of a file again, because a listing may have been made while the folder was unavailable."""
+        """Query the size of a file again, because the listing may have been made while the folder was unavailable."""
         self.sizes.pop(key, None)
         with contextlib.suppress(NotFoundError):
             self.sizes[key] = (await chunks.head(self.store, key)).size
 
     def _ranges_of(self, table: Table) -> Ranges:
-        """Return all ranges that a table references."""
+        """Return all ranges of data files that a chunk table references."""
         rows = np.flatnonzero(table.stored > 0)
         numbers = np.array([self._names.setdefault(key, len(self._names)) for key in table.files], np.int32)
         ranges = np.zeros(len(rows), _RANGE)
@@ -100,7 +100,7 @@ class Audit:
         return ranges
 
     async def audit(self, on_bytes: OnBytes = None) -> AuditResult:
-        """Read every range that `look` found, a few batches at a time, and record the damage."""
+        """Read every range that `look` has found, a few batches at a time, and record the damage."""
         damaged: dict[str, DataFileDamage] = {}
 
         def of(key: str) -> DataFileDamage:
@@ -141,7 +141,7 @@ class Audit:
         return self.found
 
     def _jobs(self) -> Iterator[tuple[str, list[DamagedRange] | None]]:
-        """Yield headers (None), and ranges that are close together in one batch."""
+        """Yield each header to check (as None), and batches of ranges that are close together."""
         most = FAR_READ if self.store.remote else READ
         for key in self._names:
             if key in self.infos:
@@ -150,14 +150,14 @@ class Audit:
                 yield key, group
 
     def named(self, key: str) -> Iterator[DamagedRange]:
-        """Yield the ranges of a data file that live checkpoints reference, in order."""
+        """Yield the ranges of a data file that live checkpoints reference, in the order of the file."""
         low, high = np.searchsorted(self._ranges["file"], [self._names[key], self._names[key] + 1])
         for row in self._ranges[low:high]:
             digest = np.array([row["low"], row["high"]], "<u8").tobytes()
             yield DamagedRange(key, int(row["offset"]), int(row["stored"]), digest)
 
     async def _damaged(self, pool: ThreadPoolExecutor, pieces: list[DamagedRange]) -> list[DamagedRange]:
-        """Return the ranges of a batch that are damaged. Nothing is read beyond the end of the file."""
+        """Return the damaged ranges of a batch. Ranges beyond the end of the file are damaged and are not read."""
         there = self.sizes.get(pieces[0].data_file, 0)
         missing = [p for p in pieces if p.offset + p.stored > there]
         pieces = [p for p in pieces if p.offset + p.stored <= there]
@@ -188,7 +188,7 @@ class Audit:
         return True
 
     async def _forget_retired(self, damaged: dict[str, DataFileDamage]) -> None:
-        """Remove damage that only checkpoints retired during the audit reference."""
+        """Remove damage that affects only checkpoints that were retired during the audit."""
         if not (damaged or self.found.files or self.found.unread):
             return
         live = (await self.log.refresh()).commits.keys()
@@ -204,7 +204,7 @@ class Audit:
         self.found.unread = [one for one in self.found.unread if one[0] not in gone]
 
     async def _name_rows(self, damaged: dict[str, DataFileDamage]) -> None:
-        """Find which table rows reference each damaged range. These tables stay in memory from here on."""
+        """Find the table rows that reference each damaged range. Tables with such rows then stay in memory."""
         by_place = {(p.data_file, p.offset, p.stored): p for data_file in damaged.values() for p in data_file.pieces}
         concerned = [sheet for sheet in self.sheets if not damaged.keys().isdisjoint(sheet.files)]
         await of_each(concerned, self._keep)
@@ -220,8 +220,8 @@ class Audit:
             data_file.pieces = [piece for piece in data_file.pieces if piece.rows]
 
     def verdicts(self) -> list[tuple[CheckpointId, str]]:
-        """Return a verdict for each checkpoint, newest first. "sound"; or the result of a repair: "sound after this",
-        "stays damaged", or "lost" if bytes that it needs are nowhere."""
+        """Return a verdict for each checkpoint, newest first: "sound", or its state after a repair: "sound after this",
+        "stays damaged", or "lost" if bytes that it needs exist nowhere."""
         found: dict[CheckpointId, int] = {commit.checkpoint: 0 for commit in self.commits}
 
         def worse(checkpoints: Iterable[CheckpointId | None], much: int) -> None:
@@ -241,7 +241,7 @@ class Audit:
                 worse(users, 1 if right else 2)
         return [(checkpoint, VERDICTS[much]) for checkpoint, much in sorted(found.items(), reverse=True)]
 
-    # -- structure --
+    # -- small files --
 
     async def _format(self) -> None:
         try:
@@ -259,7 +259,7 @@ class Audit:
             )
 
     async def _structure(self, commit: Commit) -> None:
-        """Read the index and the manifests of a checkpoint, some ranks at a time, and note its tables."""
+        """Read the index and the manifests of a checkpoint, some ranks at a time, and record its chunk tables."""
         key, many = index_key(commit.checkpoint), len(commit.manifests) > MANY
         ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_INDEX)])
         sheets, columns, shares = list[AuditedTable](), [self._ranges], list[Share]()
@@ -285,7 +285,7 @@ class Audit:
     async def _ranks(
         self, commit: Commit, rows: Sequence[tuple[int, str]]
     ) -> list[tuple[tuple[int, str], Manifest, Table]]:
-        """Read the manifests of some ranks, as far as intact copies exist."""
+        """Return the manifests and chunk tables of some ranks, as far as intact copies exist."""
         keys = [(manifest_key(commit.checkpoint, rank), digest, MAX_JSON) for rank, digest in rows]
         found = list[tuple[tuple[int, str], Manifest, Table]]()
         for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
@@ -300,14 +300,14 @@ class Audit:
         return found
 
     async def load(self, sheet: AuditedTable) -> Table | None:
-        """Return the table of a sheet, read again if it is not in memory. None if it is lost now."""
+        """Return the chunk table of a sheet. Read it again if it is not in memory. Return None if it is lost by now."""
         if sheet.content is None and sheet.manifest is not None:
             manifest = await self._manifest_of(sheet.commit, sheet.manifest)
             return None if manifest is None else table_of(manifest)
         return sheet.content
 
     async def _keep(self, sheet: AuditedTable) -> None:
-        """Keep the table and the layout of a sheet in memory from here on."""
+        """Keep the chunk table and the layout of a sheet in memory from now on."""
         sheet.content = await self.load(sheet)
         if sheet.layout is None and sheet.manifest is not None:
             manifest = await self._manifest_of(sheet.commit, sheet.manifest)
@@ -321,13 +321,13 @@ class Audit:
     async def _files(
         self, commit: Commit, wanted: Sequence[tuple[str, str, int]]
     ) -> list[tuple[bytes | None, FileDamage | None]]:
-        """Read small files, given their keys, digests and limits."""
+        """Read small files. `wanted`: key, digest and maximum size of each file."""
         found = await of_each(wanted, lambda one: self._file(commit, *one))
         self.found.files += [damage for _, damage in found if damage is not None]
         return found
 
     async def _file(self, commit: Commit, key: str, digest: str, limit: int) -> tuple[bytes | None, FileDamage | None]:
-        """Return the correct content, from here or another location, and what is wrong with the file here."""
+        """Return the correct content, from this or another location, and the damage of the file in this location."""
         damage: FileDamage | None = None
         for store in (self.store, *(other.store for other in self.others)):
             try:
@@ -346,7 +346,7 @@ class Audit:
 
 
 def _index_of(shares: Sequence[Share], commit: Commit) -> bytes | None:
-    """Return the index that these manifests have, or None if its digest is not the committed one."""
+    """Build the index from these manifests. Return None if its digest is not the committed one."""
     try:
         made = build(shares, partial=len(shares) < commit.world).to_bytes()
     except CorruptError:

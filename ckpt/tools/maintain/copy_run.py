@@ -1,7 +1,7 @@
 """Copy checkpoints of a run to another location: a new run, or an existing one.
 
-A plan comes first and can be shown; pure functions decide. A copy takes ownership of the target only with `take_over`.
-It may be interrupted at any moment and repeated: files already copied are found again.
+A plan is made first and can be shown; functions without I/O decide. A copy takes ownership of the target only with
+`take_over`. It may be interrupted at any moment and repeated, because it finds the files that are copied already.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ckpt.errors import (
 from ckpt.store import Store, exists
 from ckpt.tools.maintain.prune import Item, some
 
-PARTS = 4  # copies of ranks' files in parallel
-COPIED = "copy:"  # prefix of the nonce in an ACQUIRE record by a copy: no job trains under it
+PARTS = 4  # number of ranks whose files are copied at the same time
+COPIED = "copy:"  # prefix of the nonce if a copy writes an ACQUIRE record: no job trains in that term
 
 OnBytes = Callable[[int], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """What to copy, newest first. A file that several checkpoints share counts with the first one.
+    """What to copy, newest first. A file that several checkpoints share counts for the first of them.
 
-    `lead`: the target's history will continue from the newest of these. `fences`: a job that trains in the target is
-        fenced. `after`: the newest ACQUIRE record of the target when this was decided.
+    `lead`: the target's history will continue from the newest of these. `fences`: True if a job that trains in the
+        target is fenced. `after`: newest ACQUIRE record of the target at the time of this decision.
     """
 
     copy: tuple[Item, ...]
@@ -58,7 +58,7 @@ class CopyPlan:
 
 
 async def open_target(store: Store) -> RunLog | None:
-    """Open the run in a location, None if it is empty. Raises FormatError if it contains files of another program."""
+    """Open the run in a location. Return None if it is empty. Raise FormatError for files of another program."""
     log = RunLog(store)
     try:
         await log.open()
@@ -71,8 +71,8 @@ async def open_target(store: Store) -> RunLog | None:
 
 
 async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Commit], take_over: bool) -> CopyPlan:
-    """Plan how to copy checkpoints to another location. `target`: None if there is no run yet. Damaged and other
-    checkpoints that cannot be copied are skipped with the reason. Raises UsageError if it needs `take_over` or the
+    """Plan how to copy checkpoints to another location. `target`: None if it has no run yet. Checkpoints that are
+    damaged or cannot be copied are skipped, with the reason. Raise UsageError if the copy needs `take_over` or the
     target is a different run, and CorruptError if the target's log is damaged."""
     far = RunState() if target is None else target.state
     if target is not None and far.damaged:
@@ -113,12 +113,12 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
 
 
 def _newest(first: Item, there: Sequence[Item]) -> CheckpointId:
-    """Return the newest of the source's checkpoints that the target will have after the first copy."""
+    """Return the newest of the source's checkpoints that the target will have once the first one is copied."""
     return max(item.checkpoint for item in (first, *there))
 
 
 def why_not(near: RunState, far: RunState, commit: Commit) -> str:
-    """Return why a checkpoint cannot be copied to another location, or an empty string. No side effects."""
+    """Return why a checkpoint cannot be copied to another location, or "". Does no I/O."""
     checkpoint = commit.checkpoint
     if not commit.whole:
         return elsewhere(commit)
@@ -133,21 +133,21 @@ def why_not(near: RunState, far: RunState, commit: Commit) -> str:
 
 
 def starts(state: RunState) -> set[str]:
-    """Return the nonces of all jobs that trained a run, including those of copied checkpoints. A copy has its own root
-    id."""
+    """Return the nonces of all jobs that trained a run. They identify the run, because a copy has its own root id. The
+    jobs of copied checkpoints are included."""
     checkpoints = (*state.commits, *state.held, *state.retired, *state.aborted)
     return {checkpoint.nonce for checkpoint in (*state.acquires, *checkpoints)}
 
 
 def nobodys(state: RunState) -> bool:
-    """Return True if no job has ever owned the run, or only a copy has since."""
+    """Return True if no job has ever owned the run, or if a copy was the last owner."""
     return not state.acquires or state.acquires[-1].nonce.startswith(COPIED)
 
 
 def leads(far: RunState, newest: CheckpointId, take_over: bool) -> bool:
-    """Return True if the target must record that its history continues from this checkpoint. No side effects. A job
-    there saves under its term, and a checkpoint with a higher one would hide its saves forever. A copy has recorded
-    where the history continues, so later checkpoints of the source would count as undone."""
+    """Return True if the target must record that its history continues from this checkpoint. Does no I/O. A job in the
+    target saves under its term, and a checkpoint with a higher term would hide these saves forever. After an earlier
+    copy, the target's history continues from a recorded checkpoint, so later ones would count as undone."""
     history = in_history(far.acquires, {*far.commits, newest})
     if newest.term > far.term and newest not in far.commits:
         return True
@@ -157,7 +157,7 @@ def leads(far: RunState, newest: CheckpointId, take_over: bool) -> bool:
 
 
 async def _missing(log: RunLog, commit: Commit) -> str:
-    """Return what is wrong with a checkpoint according to its metadata, or an empty string."""
+    """Return what is wrong with a checkpoint in the target, according to its metadata, or ""."""
     try:
         await promotion.measure(log, commit)
     except (CorruptError, NotFoundError) as error:
@@ -166,7 +166,7 @@ async def _missing(log: RunLog, commit: Commit) -> str:
 
 
 async def _being_written(target: RunLog | None, checkpoint: CheckpointId, take_over: bool) -> str:
-    """Return a warning if a job may be copying this checkpoint to the folder now: two writers would corrupt a file."""
+    """Return a warning if a job may be copying this checkpoint to the folder, because two writers would corrupt it."""
     if target is None or target.store.remote or take_over or nobodys(target.state):
         return ""
     if checkpoint.term < target.state.term or not [info async for info in target.store.list(folder_of(checkpoint))]:
@@ -177,10 +177,10 @@ async def _being_written(target: RunLog | None, checkpoint: CheckpointId, take_o
 async def copy(
     source: RunLog, target: RunLog, plan: CopyPlan, *, go_on: bool = False, on_bytes: OnBytes = None
 ) -> list[Item]:
-    """Copy the checkpoints, newest first. A job in the target is fenced only after the files are complete. Raises
-    CorruptError if the source is damaged, NoCheckpointError if a checkpoint was deleted there during the copy. With
-    `go_on` such checkpoints are skipped and returned with the reason. Raises FencedError if a job took ownership of the
-    target."""
+    """Copy the checkpoints, newest first. A job in the target is fenced only once the files are complete. Raise
+    CorruptError if the source is damaged, NoCheckpointError if a checkpoint was deleted during the copy. With `go_on`,
+    such checkpoints are skipped, and returned with the reason. Raise FencedError if a job has taken ownership of the
+    target since the plan."""
     left_out, leading, after = list[Item](), plan.lead, plan.after
     for item in plan.copy:
         commit = source.state.commits.get(item.checkpoint)
@@ -191,7 +191,7 @@ async def copy(
             files = await files_of(target, target.state.commits.values())
             used = {key for keys in files.values() for key in keys}
             written = await _copy_files(source.store, target.store, commit, used, _at_most(item.size, on_bytes))
-            # The first checkpoint that was really copied leads: those before it turned out to be damaged.
+            # The first checkpoint that is really copied leads, because newer ones were skipped as damaged.
             newest = _newest(item, plan.there)
             if leading and leads(target.state, newest, plan.take_over):
                 own = after = await _lead(target, after, newest)
@@ -208,7 +208,7 @@ async def copy(
 
 
 def _at_most(most: int, on_bytes: OnBytes) -> OnBytes:
-    """Report at most `most` bytes: files that came with another checkpoint were reported before."""
+    """Limit reported bytes to `most`, because files that an earlier checkpoint shares were reported with it."""
     if on_bytes is None:
         return None
     left = most
@@ -225,7 +225,7 @@ def _at_most(most: int, on_bytes: OnBytes) -> OnBytes:
 async def _blame(
     source: RunLog, checkpoint: CheckpointId, error: CheckpointError, target: RunLog | None = None
 ) -> CheckpointError:
-    """Convert a read error: the checkpoint is damaged in source or target, or was deleted during the copy."""
+    """Convert a read error to its cause: damage in the source or target, or a deletion during the copy."""
     if target is not None and str(error).startswith(target.store.url):
         return CorruptError(f"step {checkpoint.step} cannot be copied: {error}")
     if checkpoint in (await source.refresh()).commits:
@@ -247,14 +247,14 @@ async def _copy_files(
         await promotion.copy_part(
             source, target, commit.checkpoint, rank, expected=digest, used=used, on_bytes=on_bytes
         )
-        # read again for the sizes of its files
+        # read again, because the manifest has the sizes of its files
         return await load_manifest(target, commit.checkpoint, rank, expected=digest, compact=many)
 
     return await of_each(commit.manifests, copy_rank, PARTS)
 
 
 async def _lead(log: RunLog, after: Acquire | None, checkpoint: CheckpointId) -> Acquire:
-    """Record that the history continues from this checkpoint. FencedError if `after` is not the last owner."""
+    """Record that the history continues from this checkpoint. Raise FencedError if `after` is not the last owner."""
 
     def check(state: RunState) -> None:
         if (state.acquires[-1] if state.acquires else None) != after:

@@ -1,4 +1,4 @@
-"""The damage of a run, and the possible repairs."""
+"""The data model of a run's damage, and of the possible repairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Get = Callable[[], Awaitable[bytes | memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class SoundCopy:
-    """An intact copy of a damaged chunk. `get` reads and verifies it; raises CorruptError or StoreError."""
+    """An intact copy of a damaged chunk. `get`: reads and verifies the copy, or raises CorruptError or StoreError."""
 
     where: str
     how: str
@@ -24,8 +24,8 @@ class SoundCopy:
 
 @dataclass(eq=False)
 class AuditedTable:
-    """A table of a live checkpoint, and the data files that it references. `layout`: that of its rank, for tables of
-    one rank. With thousands of ranks both are read again when needed. `manifest`: rank and digest of the manifest."""
+    """A chunk table of a live checkpoint, and the data files that it references. `layout`: layout of the rank, if the
+    table is of one rank. With thousands of ranks, both are read again when needed. `manifest`: rank and digest."""
 
     commit: Commit
     files: tuple[str, ...]
@@ -41,7 +41,7 @@ class AuditedTable:
 
 @dataclass(eq=False)
 class DamagedRange:
-    """A damaged range of a data file, and the rows that reference it. `why`: the reason why no intact copy exists."""
+    """A damaged range of a data file, and the table rows that reference it. `why`: why there is no intact copy."""
 
     data_file: str
     offset: int
@@ -62,8 +62,8 @@ class DamagedRange:
 
 @dataclass(eq=False)
 class DataFileDamage:
-    """The damage of one data file. `problem`: of the whole file, empty if its size is right. `there`: its bytes, None
-    if gone. `unavailable`: bytes that exist nowhere; then the file cannot be written again."""
+    """The damage of one data file. `problem`: problem of the whole file, "" if its size is right. `there`: its size,
+    None if it is gone. `unavailable`: bytes that exist nowhere. Unless it is 0, the file cannot be rewritten."""
 
     info: DataFile
     there: int | None
@@ -71,7 +71,7 @@ class DataFileDamage:
     header: bool = False
     header_cure: SoundCopy | None = None
     pieces: list[DamagedRange] = field(default_factory=list)
-    known: bool = True  # its size and header are known
+    known: bool = True  # True if the right size and header of the file are known
     unavailable: int = 0
 
     @property
@@ -93,15 +93,15 @@ class DataFileDamage:
 
     @property
     def worth(self) -> bool:
-        """Return True if the file is written again: that improves it, and every byte is known."""
+        """Return True if the file can be written again, because every byte is known, and if this repairs something."""
         better = self.cured or self.header_cure is not None or self.size_is_wrong
         return self.known and not self.unavailable and bool(better)
 
 
 @dataclass(eq=False)
 class FileDamage:
-    """The damage of a small file. `raw`: its correct content, None if lost; `source`: where that comes from; `absent`:
-    the file is missing."""
+    """The damage of a small file. `raw`: its correct content, None if it is lost. `source`: origin of this content.
+    `absent`: True if the file is missing."""
 
     key: str
     step: int | None
@@ -113,12 +113,12 @@ class FileDamage:
 
 @dataclass
 class AuditResult:
-    """All damage in what live checkpoints reference. `records`: damaged log records, which cannot be repaired."""
+    """All damage of files that live checkpoints need. `records`: damaged log records, which cannot be repaired."""
 
     records: list[int] = field(default_factory=list)
     files: list[FileDamage] = field(default_factory=list)
     data_files: list[DataFileDamage] = field(default_factory=list)
-    unread: list[tuple[CheckpointId, str]] = field(default_factory=list)  # checkpoints not fully audited, and why
+    unread: list[tuple[CheckpointId, str]] = field(default_factory=list)  # checkpoints that were not fully audited, why
 
     @property
     def any(self) -> bool:
@@ -126,7 +126,7 @@ class AuditResult:
 
     @property
     def remains(self) -> bool:
-        """Return True if something cannot be repaired."""
+        """Return True if some damage cannot be repaired."""
         gone = any(file.raw is None for file in self.files) or any(
             not data_file.whole_again for data_file in self.data_files
         )

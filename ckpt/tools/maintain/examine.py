@@ -1,4 +1,4 @@
-"""Check whether a checkpoint is intact, and name each problem once."""
+"""Check whether a checkpoint is intact, and report each problem once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ckpt.errors import NotFoundError, StoreError
 from ckpt.store import Store
 
 UNREADABLE = "cannot be read now"
-NAMED = re.compile(r"\bsteps/[\w.-]+/[\w-]+\.(safetensors|json)\b")  # a file name in a message
+NAMED = re.compile(r"\bsteps/[\w.-]+/[\w-]+\.(safetensors|json)\b")  # matches the name of a file in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result for one checkpoint.
+    """The result of checking one checkpoint.
 
-    - `verdict`: "sound"; "sound here" if the files here are intact and those of other ranks are on the disks of other
-      nodes; "damaged"; "cannot be read now"; or "retired" during the check.
+    - `verdict`: "sound"; "sound here" if the files here are intact, but files of other ranks are on the disks of other
+      nodes; "damaged"; "cannot be read now"; or "retired" if it was deleted during the check.
     - `problems`: the damage, as text.
     - `unreadable`: files that cannot be read now and may be intact.
-    - `elsewhere`: how many ranks' files are here, if the others are on the disks of other nodes; "" if all are.
+    - `elsewhere`: "" if all files are here, otherwise a text with the number of ranks whose files are here.
     """
 
     step: int
@@ -51,7 +51,7 @@ async def examine(
 
 
 async def plainly(store: Store, problems: list[str]) -> list[str]:
-    """Shorten the problems: for a missing file, state only that."""
+    """Shorten problems: if a file is missing, report only that."""
     shortened, gone = list[str](), dict[str, bool]()
     for problem in problems:
         if named := NAMED.search(problem):

@@ -1,8 +1,8 @@
-"""Find intact copies of damaged chunks, bit for bit, for `ckpt repair`.
+"""Find intact copies of damaged chunks, equal bit for bit, for `ckpt repair`.
 
-Content decides: each chunk is read once and compared before it counts. The order is: the same range of the same file in
-another location; then any intact chunk with the same content, as it is or encoded again in the same way. The header of
-a data file comes from another location, or is made again by the code that made it.
+A copy counts only after it was read and its digest compared. The search order is: the same range of the same file in
+another location; then any intact chunk with the same content, either as it is stored or encoded again in the same way.
+The header of a data file is read from another location, or built again by the code that writes headers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ckpt.store import Store
 from ckpt.tools.maintain.audit import Audit
 from ckpt.tools.maintain.damage import AuditedTable, DamagedRange, Get, SoundCopy
 
-TRIES = 8  # most chunks of the same content to try
-WORDS = (4, 2, 8, 1)  # word sizes in bytes, for chunks of tensors that no longer exist
+TRIES = 8  # maximum chunks of the same content to try
+WORDS = (4, 2, 8, 1)  # word sizes in bytes to try for chunks of tensors that no longer exist
 
 
 class CopyFinder:
@@ -37,12 +37,12 @@ class CopyFinder:
 
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
-        self._absent: set[tuple[str, str]] = set()  # (location, data file)
+        self._absent: set[tuple[str, str]] = set()  # (location, data file) that are known not to exist
         self._rows: dict[Content, list[tuple[Store, Table, int]]] = {}
         self._looking: asyncio.Task[None] | None = None
 
     async def _look(self) -> None:
-        """Find where needed contents are stored in all tiers; done once and only if needed."""
+        """Find in all tiers where the needed contents are stored. This is done once, and only if needed."""
         audit = self.audit
         wanted: set[Content] = set()
         for data_file in audit.found.data_files:
@@ -73,7 +73,7 @@ class CopyFinder:
                 self._rows.setdefault(one, []).append((store, table, row))
 
     async def cure(self, piece: DamagedRange) -> SoundCopy | None:
-        """Return an intact copy, or None with the reason in `piece.why`."""
+        """Return an intact copy of a damaged chunk, or None with the reason in `piece.why`."""
         for other in self.audit.others:
             get = partial(self._same_range, other.store, piece)
             if await _works(get):
@@ -109,7 +109,7 @@ class CopyFinder:
         return _matching(view, piece)
 
     async def _base(self, content: Content) -> bytes:
-        """Return the bytes of a base. Raises CorruptError if they are nowhere."""
+        """Return the bytes of a delta's base. Raise CorruptError if no intact copy of the base exists."""
         for store, table, row in self._rows.get(content, ())[:TRIES]:
             try:
                 return await _chunk(store, table, row)
@@ -148,11 +148,11 @@ class CopyFinder:
         return None
 
     def _tiles(self, info: DataFile) -> dict[int, tuple[AuditedTable, int]]:
-        """Return a row for each range of a data file, or nothing if they leave gaps. Only ranks that wrote the file
-        count."""
+        """Return for each range of a data file a table row, or {} if the ranges leave gaps. Only tables of ranks that
+        wrote the file count."""
         rank, rows = rank_of(info.key), dict[int, tuple[AuditedTable, int]]()
         for sheet in self.audit.sheets:
-            table = sheet.content  # with many ranks, only those that name a damaged file were read
+            table = sheet.content  # with many ranks, only tables that reference a damaged file are in memory
             if table is None or sheet.layout is None or sheet.layout.rank != rank or info.key not in table.files:
                 continue
             mine = (table.file[: table.owned] == table.files.index(info.key)) & (table.stored[: table.owned] > 0)
@@ -168,7 +168,7 @@ class CopyFinder:
 
 
 async def _chunk(store: Store, table: Table, row: int) -> bytes:
-    """Return the decoded bytes of a row. Raises CorruptError or StoreError unless they and their base are intact."""
+    """Return the decoded bytes of a row. Raise CorruptError or StoreError unless the chunk and its base are intact."""
     chunks: list[bytes] = []
 
     def receive(chunk: int, data: memoryview) -> None:
@@ -181,7 +181,7 @@ async def _chunk(store: Store, table: Table, row: int) -> bytes:
 
 
 def _words(table: Table, row: int) -> list[int]:
-    """Return word sizes that a chunk may have been split by, most likely first."""
+    """Return the word sizes by which a chunk may have been split into byte planes, most likely first."""
     shards = [table.shards[shard] for shard in table.users(row)]
     return list(dict.fromkeys([*(word_of(shard.dtype) for shard in shards), *WORDS]))
 
@@ -193,7 +193,7 @@ def _matching(view: memoryview, piece: DamagedRange) -> memoryview:
 
 
 async def _works(get: Get) -> bool:
-    """Return True if the copy can be read. Raises StoreError if the store cannot be read now."""
+    """Return True if the copy is intact. Raise StoreError if the store cannot be read now."""
     try:
         await get()
     except (CorruptError, FormatError, StoreError) as error:
@@ -212,7 +212,7 @@ def _raw_header(info: DataFile, layout: Layout) -> bytes:
 
 
 def _chunks_header(info: DataFile, layout: Layout, tiles: dict[int, tuple[AuditedTable, int]]) -> bytes | None:
-    """Make the header of a data file again with the code that made it. The rows of a rank's table are its chunks."""
+    """Build the header of a data file again, with the code that writes headers. `tiles`: result of `_tiles`."""
     if not tiles or any(row >= len(layout.arrangement.chunks) for _, row in tiles.values()):
         return None
     zeros = memoryview(bytes(max(int(sheet.table.stored[row]) for sheet, row in tiles.values())))

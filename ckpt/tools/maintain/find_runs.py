@@ -11,12 +11,12 @@ from ckpt.store import folder_of, normalise, open_store, url_of
 
 MARK = "FORMAT.json"
 PRIVATE = "permission denied, so it may be a run"
-DEPTH = 3  # levels of folders to search; give a folder nearer to the runs to find deeper ones
+DEPTH = 3  # levels of folders to search; to find deeper runs, start from a folder that is nearer to them
 
 
 async def runs_below(url: str, *, patience_s: float = 10.0, closed: dict[str, str] | None = None) -> list[str]:
-    """Return the sorted URLs of the runs below a URL. Folders inside a run are skipped. In a bucket all names are
-    listed. `closed`: receives folders that may be runs but cannot be read, with the reason."""
+    """Return the sorted URLs of the runs below a URL. Folders inside a run are not searched. In a bucket, all names are
+    listed. `closed`: gets the folders that may be runs but cannot be read, each with the reason."""
     location = normalise(url)
     folder = folder_of(location)
     if folder is not None:
@@ -25,7 +25,7 @@ async def runs_below(url: str, *, patience_s: float = 10.0, closed: dict[str, st
     try:
         marks = [info.key async for info in store.list() if info.key.endswith(f"/{MARK}")]
         found: list[str] = []
-        for run in sorted(mark.removesuffix(f"/{MARK}") for mark in marks):  # a folder sorts before its contents
+        for run in sorted(mark.removesuffix(f"/{MARK}") for mark in marks):  # sorted, so a folder precedes its contents
             if not any(run.startswith(f"{above}/") for above in found):
                 found.append(run)
         return [f"{location}/{run}" for run in found]
@@ -42,7 +42,7 @@ def _walk(folder: Path, depth: int, closed: dict[str, str]) -> Iterator[Path]:
                 yield path
             elif depth > 1 and url_of(path) not in closed:
                 yield from _walk(path, depth - 1, closed)
-    except (FileNotFoundError, NotADirectoryError):  # deleted during the search
+    except (FileNotFoundError, NotADirectoryError):  # the folder was deleted during the search
         return
     except OSError as error:
         closed[url_of(folder)] = _reason(error)

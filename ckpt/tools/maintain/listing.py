@@ -1,4 +1,4 @@
-"""List the checkpoints of a run. It imports little, so that `ckpt ls` starts quickly."""
+"""List the checkpoints of a run. This module imports little, so that `ckpt ls` starts quickly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckpt.errors import CorruptError, FormatError, StoreError, is_unreadable
 class CheckpointInfo:
     """One checkpoint of a run.
 
-    - `created`: UTC, ISO 8601. `ranks`: number that saved it.
+    - `created`: time of the commit, UTC, ISO 8601. `ranks`: number of ranks that saved it.
     - `bytes`: size of the files that it wrote; an increment also uses files of older checkpoints.
-    - `gone`: files that it wrote are missing.
-    - `reason`: why it was saved; "due" if it was scheduled.
+    - `gone`: True if files that it wrote are missing.
+    - `reason`: why it was saved; "due" means that it was scheduled.
     - `finite`: False if training had diverged.
     - `in_history`: False if a rollback undid it.
     - `id`: name of the checkpoint in its run, the same in every tier.
@@ -40,12 +40,12 @@ class CheckpointInfo:
 
 
 def _pinned(note: str | None) -> str | None:
-    """Return the note of a pin without the mark of those that a training has set."""
+    """Return the note of a pin without the mark that pins of a training have."""
     return None if note is None else note.removeprefix(MARK)
 
 
 async def checkpoints_of(log: RunLog) -> tuple[list[CheckpointInfo], int]:
-    """Return the checkpoints, newest first, and the bytes of all data files."""
+    """Return the checkpoints, newest first, and the total bytes of all data files."""
     commits = sorted(log.state.commits.values(), key=lambda c: c.checkpoint, reverse=True)
     history = {c.checkpoint: i for i, c in enumerate(log.state.lineage())}
     sizes, in_files = await sizes_of(log, commits)
@@ -55,21 +55,21 @@ async def checkpoints_of(log: RunLog) -> tuple[list[CheckpointInfo], int]:
             history.get(c.checkpoint) == 0, c.checkpoint in history, _pinned(log.state.kept.get(c.checkpoint)),
         )
         for c, size in zip(commits, sizes, strict=True)
-        if c.checkpoint in log.state.commits  # not retired during the listing
+        if c.checkpoint in log.state.commits  # omit checkpoints that were retired during the listing
     ]  # fmt: skip
     return rows, in_files
 
 
 def created(commit: Commit) -> str:
-    """Return when a checkpoint was committed: UTC, ISO 8601."""
+    """Return the time when a checkpoint was committed: UTC, ISO 8601."""
     return datetime.fromtimestamp(commit.time, UTC).isoformat(timespec="seconds")
 
 
 async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None], int]:
-    """Return the bytes of the data files in the folder of each checkpoint, and those of all data files.
+    """Return the bytes of the data files in each checkpoint's folder, and the total of all data files.
 
-    None for a full checkpoint of which some rank has lost its data files. A rank without a data file may never have had
-    one: its tensors may be replicas, or compressed to nothing. Its manifest decides, which is read only then.
+    The result is None for a full checkpoint that lacks the data file of a rank. A rank may never have had a data file,
+    because its tensors are replicas or compressed to nothing. Its manifest, which is read only in that case, decides.
     """
     sizes: dict[tuple[CheckpointId | None, int | None], int] = {
         (c.checkpoint, rank): 0 for c in commits for rank, _ in c.manifests
@@ -91,7 +91,7 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
 
 
 async def _any_lost(log: RunLog, commit: Commit, without: list[tuple[int, str]]) -> bool:
-    """Return True if one of these ranks, which have no data file, had one. An unreadable manifest does not tell."""
+    """Return True if one of these ranks without data files should have one. An unreadable manifest does not count."""
     for rank, digest in without:
         from ckpt.core.checkpoint.manifests import read_manifest  # imports numpy
 

@@ -1,9 +1,9 @@
-"""Prune, clean up and protect checkpoints of a run; `maintain.copy_run` copies them.
+"""Prune, clean up and pin checkpoints of a run. `maintain.copy_run` copies them.
 
-A plan comes first and can be shown; pure functions decide. The state is read again before acting, because a job may be
-training there: a PLAN record is computed from exactly the state that it follows. These operations append records
-without owning the run or fencing a job. They may be interrupted at any moment and repeated: the next `gc` finds files
-that a recorded PLAN names and that still exist.
+A plan is made first and can be shown; functions without I/O decide. Before acting, the state is read again, because a
+job may be training in the run: a PLAN record is computed from exactly the state that precedes it in the log. These
+operations append records without owning the run, and fence no job. They may be interrupted at any moment and repeated:
+the next `gc` deletes the files that a PLAN record names and that still exist.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ OURS = (
     "log/",
     "faults/",
     "ledger/",
-)  # files of a run that belong to no checkpoint
-TRIES = 10  # a job may commit between our read and our record, but not repeatedly
-BATCH, FAR_BATCH = 64, 1000  # files deleted between two progress updates
+)  # prefixes of files in a run that belong to no checkpoint
+TRIES = 10  # a job may commit between our read and our record, but hardly ten times in a row
+BATCH, FAR_BATCH = 64, 1000  # files that are deleted between two updates of the progress bar; larger for buckets
 
 OnBytes = Callable[[int], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A checkpoint, or the files of an unfinished one, in a plan. `size`: bytes. `why`: the reason for its row."""
+    """A row of a plan: a checkpoint, or the files of an unfinished one. `size`: bytes. `why`: reason for the row."""
 
     checkpoint: CheckpointId
     size: int = 0
@@ -52,13 +52,13 @@ def some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + ", …" * (len(numbers) > 8)
 
 
-# -- what a run consists of --
+# -- contents of a run --
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """All files of a run with their sizes in bytes, and then the state of its log. `seen`: the checkpoints. `used`:
-    files that each needs, if it can be read. `unread`: why others cannot be read."""
+    """All files of a run with their sizes in bytes, listed before its log was read. `seen`: the checkpoints. `used`:
+    the files that each readable checkpoint needs. `unread`: errors of the checkpoints that cannot be read."""
 
     sizes: dict[str, int]
     seen: Set[CheckpointId]
@@ -74,17 +74,17 @@ class RunFiles:
 
     @property
     def owned(self) -> list[str]:
-        """Files that belong to a checkpoint: only these are ever deleted."""
+        """The files that belong to a checkpoint. No other files are ever deleted."""
         return [key for key in self.sizes if owner(key) is not None]
 
 
 async def take_stock(log: RunLog) -> RunFiles:
-    """Read files and log. The listing comes first: a file that appears later belongs to no checkpoint in it."""
+    """List the files, then read the log. A file that appears later belongs to no checkpoint in this result."""
     sizes = {
         info.key: info.size for info in sorted([info async for info in log.store.list()], key=lambda info: info.key)
     }
     state = await log.refresh()
-    for _ in range(TRIES):  # a job may commit and delete during the reads
+    for _ in range(TRIES):  # again if a job commits or deletes during the reads
         commits = dict(state.commits)
         unread = dict[CheckpointId, CheckpointError]()
         used = await retention.files_of(log, commits.values(), unread)
@@ -95,11 +95,11 @@ async def take_stock(log: RunLog) -> RunFiles:
 
 
 Decide = Callable[[RunFiles, RunState], Sweep | None]
-"""Pure. Returns None if a checkpoint was committed after the files were listed."""
+"""A function without I/O. It returns None if a checkpoint was committed after the files were listed."""
 
 
 def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[CheckpointId] = frozenset()) -> None:
-    """Raise CorruptError or UnreadableError with advice if it is unknown which files are needed. No side effects."""
+    """Raise CorruptError or UnreadableError with advice if it is unknown which files are needed. Does no I/O."""
     if state.damaged:
         raise CorruptError(
             f"log records {some(state.damaged)} of {url} are damaged or missing, and may protect files that look "
@@ -125,7 +125,7 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[CheckpointI
 
 
 async def sweep(log: RunLog, stock: RunFiles, decide: Decide) -> Sweep:
-    """Record a PLAN that `decide` computes from the newest state. This deletes nothing."""
+    """Record a PLAN that `decide` computes from the newest state. Delete no files yet."""
     for _ in range(TRIES):
         landed = await retention.land(log, None, partial(decide, stock))
         if landed is not None:
@@ -142,7 +142,7 @@ async def delete(
     on_wait: Callable[[float], None] = lambda seconds: None,
     on_bytes: OnBytes = None,
 ) -> None:
-    """Delete files that a recorded PLAN names after waiting for readers. `files`: names and sizes."""
+    """Wait for readers, then delete files that a PLAN record names. `files`: names and sizes."""
     if files and grace_s > 0:
         on_wait(grace_s)
         await asyncio.sleep(grace_s)
@@ -156,7 +156,7 @@ async def delete(
 
 
 Watch = Callable[[str, int], AbstractContextManager[OnBytes]]
-"""Shows progress: called with the name of the task and its size in bytes."""
+"""Shows progress. Called with the name of a task and its total size in bytes; returns a context."""
 
 
 def unwatched(what: str, total: int) -> AbstractContextManager[OnBytes]:
@@ -173,8 +173,8 @@ async def carry_out(
     on_wait: Callable[[float], None] = lambda seconds: None,
     watch: Watch = unwatched,
 ) -> tuple[list[str], Sweep]:
-    """Read `check` back, record the PLAN and delete its files. Return the problems of `check`; if any, nothing was
-    done."""
+    """Read the checkpoint `check` back, record the PLAN and delete its files. Return the problems of `check`; if there
+    are any, nothing was recorded or deleted."""
     total = sum(stock.sizes.get(key, 0) for key in stock.used[check.checkpoint])
     with watch("reading back", total) as on_bytes:
         problems = await read.verify(log.store, check, on_bytes=on_bytes)
@@ -192,7 +192,7 @@ async def carry_out(
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What to delete. `check`: the checkpoint to read back first. `leftovers`: files of unfinished checkpoints."""
+    """What to delete. `check`: checkpoint to read back first. `leftovers`: files of unfinished checkpoints."""
 
     check: Commit
     give_up: tuple[Item, ...]
@@ -203,7 +203,7 @@ class PrunePlan:
 
 
 def plan_prune(log: RunLog, stock: RunFiles, keep: retention.Keep) -> PrunePlan:
-    """Plan what to delete. Raises CorruptError if nothing may be deleted, NoCheckpointError if there is nothing."""
+    """Plan what to delete. Raise CorruptError if nothing may be deleted, NoCheckpointError if the run is empty."""
     state, check = log.state, read.choose(log)
     doomed = decide_prune(log.store.url, keep, check.checkpoint, stock, state) or Sweep()
     why = retention.why_kept(state, keep, {check.checkpoint})
@@ -233,7 +233,7 @@ def decide_prune(
 
 
 async def prune(log: RunLog, stock: RunFiles, keep: retention.Keep, checked: CheckpointId) -> Sweep:
-    """Record the PLAN. `checked`: a checkpoint that was just read back and is intact."""
+    """Record the PLAN of a prune. `checked`: a checkpoint that was just read back and is intact."""
     return await sweep(log, stock, partial(decide_prune, log.store.url, keep, checked))
 
 
@@ -244,8 +244,8 @@ async def prune(log: RunLog, stock: RunFiles, keep: retention.Keep, checked: Che
 class GcPlan:
     """What to clean up, by checkpoint.
 
-    `opened`: unfinished ones that may still be committed; `ending`: those of them to abort; `uploads`: unfinished
-        uploads, by the name of their object; `foreign`: files of other programs.
+    `opened`: unfinished checkpoints that may still be committed. `ending`: those of them to abort. `uploads`:
+        unfinished uploads, by the name of their object. `foreign`: files of other programs.
     """
 
     doomed: tuple[Item, ...]
@@ -258,7 +258,7 @@ class GcPlan:
 
 
 def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], abort_open: bool) -> GcPlan:
-    """Plan the clean-up. Raises CorruptError if nothing may be deleted there."""
+    """Plan the clean-up. Raise CorruptError if nothing may be deleted in this run."""
     owned = sorted(by_owner([*stock.sizes, *uploads]).items())
     ending = tuple(a for a, _ in owned if abort_open and may_end(state, a))
     later = replace(state, aborted=state.aborted | set(ending))
@@ -278,7 +278,7 @@ def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], 
 
 
 def decide_gc(url: str, stock: RunFiles, state: RunState) -> Sweep | None:
-    """Delete no checkpoint, so none must be read back; a run without checkpoints can be cleaned up too."""
+    """Return the files to clean up. No checkpoint is deleted, so none must be read back, and a run may have none."""
     refuse(state, stock, url)
     if not state.commits.keys() <= stock.used.keys():
         return None
@@ -288,8 +288,8 @@ def decide_gc(url: str, stock: RunFiles, state: RunState) -> Sweep | None:
 
 
 def may_end(state: RunState, checkpoint: CheckpointId) -> bool:
-    """Return True if an unfinished checkpoint is of an earlier term. One that is HELD here may be complete
-    elsewhere."""
+    """Return True if an unfinished checkpoint is of an earlier term, so that it can be aborted. A checkpoint that is
+    HELD here cannot, because it may be complete elsewhere."""
     return not state.ended(checkpoint) and checkpoint not in state.held and checkpoint.term < state.term
 
 
@@ -310,7 +310,7 @@ def _why_doomed(state: RunState, checkpoint: CheckpointId) -> str:
 
 
 async def unfinished(store: Store) -> list[str]:
-    """Return the names of unfinished uploads without aborting any."""
+    """Return the names of unfinished uploads, and abort none of them."""
     names: list[str] = []
 
     def remember(key: str) -> bool:
@@ -322,7 +322,7 @@ async def unfinished(store: Store) -> list[str]:
 
 
 async def gc(log: RunLog, stock: RunFiles, ending: Iterable[CheckpointId]) -> tuple[Sweep, int]:
-    """Abort these checkpoints, record the PLAN and abort unfinished uploads. Return the PLAN and the number of
+    """Abort these checkpoints, record the PLAN and abort unfinished uploads. Return the PLAN and the number of aborted
     uploads."""
     for checkpoint in ending:
         await log.append(partial(_end, checkpoint), owner=None)

@@ -1,8 +1,8 @@
 """Delete one checkpoint on request.
 
-Unlike retention this may delete one of the newest, but only if another one was just read back and can be restored, and
-never a protected one. Files that other checkpoints use stay while they are needed. A save in progress that builds on it
-fails by name, and the next one is full.
+Unlike retention, this can delete one of the newest checkpoints, but only if another one was just read back and can be
+restored, and never a pinned one. Files that other checkpoints use stay. If a save in progress builds on the deleted
+checkpoint, that save fails with an error that names it, and the next save is full.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ckpt.tools.maintain.prune import Item, RunFiles, refuse, sweep
 
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
-    """What to delete. `check`: the checkpoint to read back first. `delete`: files with sizes in bytes. `shared`: its
-    files that others use and that stay. `partial`: other nodes have files of it. `unread`: steps of others that
-    cannot be read, so that all its files stay."""
+    """What to delete. `check`: checkpoint to read back first. `delete`: files with their sizes in bytes. `shared`:
+    files that stay, because other checkpoints use them. `partial`: True if other nodes have files of the checkpoint.
+    `unread`: steps of other checkpoints that cannot be read, so that all files stay."""
 
     check: Commit
     item: Item
@@ -34,8 +34,8 @@ class RemovalPlan:
 
 
 def plan_removal(log: RunLog, stock: RunFiles, commit: Commit) -> RemovalPlan:
-    """Plan a deletion. UsageError if the checkpoint must stay; CorruptError or UnreadableError if nothing may be
-    deleted."""
+    """Plan a deletion. Raise UsageError if the checkpoint must stay, and CorruptError or UnreadableError if nothing may
+    be deleted."""
     checkpoint, state = commit.checkpoint, log.state
     others = [c for c in state.lineage() if c.finite is not False and c.checkpoint != checkpoint]
     check = next((c for c in others if c.checkpoint in stock.used), None)
@@ -59,7 +59,7 @@ def plan_removal(log: RunLog, stock: RunFiles, commit: Commit) -> RemovalPlan:
 def decide_removal(
     url: str, checkpoint: CheckpointId, checked: CheckpointId, stock: RunFiles, state: RunState
 ) -> Sweep | None:
-    """Return what to delete, or None if a checkpoint was committed after the files were listed. No side effects."""
+    """Return the files to delete, or None if a checkpoint was committed after they were listed. Does no I/O."""
     others = set() if checkpoint in stock.used else _unread(stock, state, checkpoint)
     refuse(state, stock, url, {checkpoint, *others})
     for one in (checkpoint, checked):
@@ -74,9 +74,9 @@ def decide_removal(
         raise UsageError(
             f"a save in progress builds on step {checkpoint.step} of {url}: repeat this after it has ended"
         )
-    if others:  # two unreadable checkpoints would block each other: delete this entry now, and files with the last one
+    if others:  # two unreadable checkpoints block each other's files: delete only the entry in the log
         return Sweep({checkpoint})
-    listed = None if checkpoint in stock.used else stock.owned  # if unreadable, delete what no other checkpoint needs
+    listed = None if checkpoint in stock.used else stock.owned  # if unreadable, it may own any unused file
     doomed = retention.plan_deletion(state, {checkpoint}, {checked}, stock.used, listed)
     if doomed is None:
         return None
@@ -84,11 +84,11 @@ def decide_removal(
 
 
 def _unread(stock: RunFiles, state: RunState, checkpoint: CheckpointId) -> set[CheckpointId]:
-    """Return other damaged checkpoints. Those that cannot be read now do not count, because `refuse` must see them."""
+    """Return other damaged checkpoints. Omit those that cannot be read now, because `refuse` must raise their error."""
     others = (state.commits.keys() & stock.seen) - stock.used.keys() - {checkpoint}
     return {one for one in others if one not in stock.unread or not is_unreadable(stock.unread[one])}
 
 
 async def remove(log: RunLog, stock: RunFiles, checkpoint: CheckpointId, checked: CheckpointId) -> Sweep:
-    """Record the PLAN. `checked`: another checkpoint that was just read back and is intact."""
+    """Record in the log the PLAN to delete a checkpoint. `checked`: another checkpoint, just read back and intact."""
     return await sweep(log, stock, partial(decide_removal, log.store.url, checkpoint, checked))

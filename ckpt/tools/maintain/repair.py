@@ -1,15 +1,15 @@
-"""Repair damaged files of a run, bit for bit, from intact copies anywhere.
+"""Repair damaged files of a run, bit for bit, from intact copies in any location.
 
-    look, survey   find what live checkpoints reference, and the damage   (`ckpt.tools.maintain.audit`)
-    seek           find an intact copy of each damaged chunk              (`ckpt.tools.maintain.find_copies`)
-    mend           write the files again, completely, under their names
+    look, survey   find the files that live checkpoints need, and their damage   (`ckpt.tools.maintain.audit`)
+    seek           find an intact copy of each damaged chunk                     (`ckpt.tools.maintain.find_copies`)
+    mend           write the complete files again under their names
 
-Content decides: a chunk is used only if its digest is the one in the checkpoint. A data file is replaced completely by
-a new, verified one; until that is complete, the old one stays. Bytes without an intact copy are copied as they are, and
-a file with bytes that no location has is not touched. A running job is not disturbed, and a repair may be interrupted
-at any moment and repeated. Nothing is deleted. Log records are not repaired, because no other copy of them exists.
+A chunk is used only if its digest is the one in the checkpoint. A data file is replaced completely by a new, verified
+one, and the old file stays until the new one is complete. Bytes without an intact copy are copied as they are. A file
+is not touched if some of its bytes exist in no location. A running job is not disturbed. A repair may be interrupted at
+any moment and repeated. Nothing is deleted. Log records are not repaired, because no other copy of them exists.
 
-A file that cannot be read now may be intact. Then `look`, `survey` and `seek` raise StoreError, and nothing is written.
+A file that cannot be read now may be intact. In that case `look`, `survey` and `seek` raise StoreError before a write.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ckpt.tools.maintain.audit import Audit, OnBytes
 from ckpt.tools.maintain.damage import DataFileDamage, SoundCopy
 from ckpt.tools.maintain.find_copies import CopyFinder
 
-CURES = 8  # chunks read in parallel
+CURES = 8  # number of chunks that are read at the same time
 
 
 @dataclass
 class Repaired:
-    """What was written again. `left`: files that the run no longer needs. `failed`: (name, reason)."""
+    """The result of a repair. `left`: files that the run no longer needs. `failed`: (name, reason) of each."""
 
     files: list[str] = field(default_factory=list)
     data_files: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Repair(Audit):
     """An audit that can also repair the damage."""
 
     async def seek(self, on_bytes: OnBytes = None) -> None:
-        """Find an intact copy of everything that is damaged. Each is read once to verify it."""
+        """Find an intact copy of every damaged chunk and header. Each copy is read once to verify it."""
         if not self.found.data_files:
             return
         seeker = CopyFinder(self)
@@ -71,17 +71,17 @@ class Repair(Audit):
             data_file.unavailable = await self._unavailable(data_file)
 
     async def _unavailable(self, data_file: DataFileDamage) -> int:
-        """Return how many bytes of a data file no location has: those of its missing end that are not repaired."""
+        """Return how many bytes of a data file no location has. Only bytes of a missing end that has no copy count."""
         cured = [(p.offset, p.offset + p.stored) for p in data_file.cured]
         if data_file.header_cure is not None:
             cured.append((0, data_file.info.header_size))
         lacking = without([(data_file.there or 0, data_file.info.size)], cured)
-        if lacking and await alike(self, data_file.info):  # the other file has all bytes that are not known to be lost
+        if lacking and await alike(self, data_file.info):  # it has all bytes that are not known to be lost
             lacking = without(lacking, without(lacking, [(p.offset, p.offset + p.stored) for p in data_file.lost]))
         return sum(end - start for start, end in lacking)
 
     async def mend(self, on_bytes: OnBytes = None) -> Repaired:
-        """Write repairable files again. A file that fails is left as it is, and the others continue."""
+        """Write the repairable files again. If a file fails, its old version stays, and the others continue."""
         done = Repaired()
         for file in self.found.files:
             if file.raw is None:
@@ -93,7 +93,7 @@ class Repair(Audit):
                 await self.store.put(file.key, file.raw, create=file.absent)
                 done.files.append(file.key)
             except ExistsError:
-                done.left.append(file.key)  # it exists again
+                done.left.append(file.key)  # a job has written the file again in the meantime
             except StoreError as error:
                 done.failed.append((file.key, str(error)))
         for data_file in self.found.data_files:
@@ -111,7 +111,7 @@ class Repair(Audit):
         return done
 
     async def _is_live(self, key: str) -> bool:
-        """Return True if a live checkpoint needs this file: a running job may have deleted it."""
+        """Return True if a live checkpoint needs this file. A running job may have deleted its checkpoint."""
         live = (await self.log.refresh()).commits
         if not is_data(key):
             checkpoint = owner(key)
@@ -120,7 +120,7 @@ class Repair(Audit):
 
 
 async def alike(audit: Audit, info: DataFile) -> list[Store]:
-    """Return the other locations that have this file with the same size and header."""
+    """Return the stores of other locations that have this file with the same size and header."""
     found = []
     for other in audit.others:
         try:
@@ -136,11 +136,11 @@ async def alike(audit: Audit, info: DataFile) -> list[Store]:
 
 
 class _Rewrite:
-    """Streams one data file to its new version. All ranges that live checkpoints reference are verified."""
+    """Streams the new version of one data file. Verifies all ranges that live checkpoints reference."""
 
     def __init__(self, repair: Repair, data_file: DataFileDamage, alike: list[Store]) -> None:
         self.store, self.file, self.info, self._alike = repair.store, data_file, data_file.info, alike
-        gone = {(p.offset, p.offset + p.stored) for p in data_file.lost}  # lost bytes, which cannot match
+        gone = {(p.offset, p.offset + p.stored) for p in data_file.lost}  # lost ranges, which are not verified
         self._digests: dict[tuple[int, int], set[bytes]] = {}
         for piece in repair.named(data_file.info.key):
             self._digests.setdefault((piece.offset, piece.offset + piece.stored), set()).add(piece.digest)
@@ -170,7 +170,7 @@ class _Rewrite:
             raise
 
     def _check(self, start: int, view: memoryview) -> None:
-        """Raise CorruptError if a range that ends here does not match its digest."""
+        """Raise CorruptError if a range that ends in this view does not match its digest."""
         for (low, high), digest in self._hasher.feed(start, view):
             if self._digests[low, high] != {digest}:
                 where = f"{high - low} bytes at {low} of {self.info.key}"
@@ -187,13 +187,13 @@ class _Rewrite:
         return view
 
     async def _cured(self, cure: SoundCopy) -> bytes | memoryview:
-        """Return the intact bytes; kept for a chunk that crosses the end of a range and is needed twice."""
+        """Return the intact bytes of a chunk. Keep the last ones: two reads may need the same chunk."""
         if self._last is None or self._last[0] is not cure:
             self._last = cure, await cure.get()
         return self._last[1]
 
     async def _as_it_is(self, start: int, view: memoryview) -> None:
-        """Read the bytes that this file has, and the missing ones from the same file elsewhere."""
+        """Read the bytes that this file has. Read bytes beyond its end from the same file in another location."""
         there, end = min(self.file.there or 0, self.info.size), start + len(view)
         if start < there:
             part = view[: min(end, there) - start]
@@ -208,7 +208,7 @@ class _Rewrite:
 
 
 def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of some ranges that others do not cover. No side effects."""
+    """Return the parts of `ranges` that `others` do not cover. Does no I/O."""
     left = [span for span in ranges if span[0] < span[1]]
     for low, high in others:
         left = [(a, b) for start, end in left for a, b in ((start, min(end, low)), (max(start, high), end)) if a < b]

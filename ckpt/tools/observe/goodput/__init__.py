@@ -1,5 +1,5 @@
 """Account for the time of a run: timeline, breakdown, plan.
 
-Input: the run metrics of trainers and writers. Output: numbers, as pure values. It does not depend on where metrics are
-stored, on its callers, or on torch.
+The input is the run metrics of trainers and writers. The output is numbers as plain values. The package does not depend
+on the storage of metrics, on its callers, or on torch.
 """

@@ -1,22 +1,22 @@
-"""Compute where the time of a run went from the metrics of all its job attempts (ckpt.core.cadence.ledger). Pure.
+"""Compute where the time of a run went, from the metrics of all its job attempts (ckpt.core.cadence.ledger). No I/O.
 
     lost time = interruptions x (detect + restart + restore + recompute) + time that saving took from training
     goodput = 1 - lost time / wall-clock time
 
-Goodput thus includes everything that neither faults nor saving took: pauses (`Checkpointer.not_training()`) and other
-time (the first warm-up, closing). `Statement.trained` counts only steps that were not lost.
+So goodput includes all time that neither interruptions nor saving took, also pauses (`Checkpointer.not_training()`) and
+other time (the first warm-up, closing). `Statement.trained` counts only the steps that were not lost.
 
 All job attempts are placed on one timeline. A cursor moves along it and assigns every second to exactly one part, so
-the parts add up to the wall-clock time. That begins when the first attempt was ready to train.
+the parts add up to the wall-clock time, which begins when the first attempt was ready to train.
 
-- **perceive**: until a fault was detected. Its exact time is unknown: after the last step, the usual duration of a step
-  counts as lost work, and the rest as time until detection.
+- **perceive**: until a fault was detected. The exact time of the fault is unknown: after the last step, the usual
+  duration of a step counts as lost work, and the rest as time until detection.
 - **restart**: until the next attempt could restore, in parts, and the extra time of its first step.
 - **restore**: as measured.
-- **recompute**: the unfinished step, and all steps that had been done before. Lost steps that are not repeated yet
-  count with their original duration. A step that is done a third time is charged to the later interruption if it lost
-  that step, otherwise to the earlier one.
-- **saving**: time that the training loop waited, measured; and how much slower its steps were, estimated.
+- **recompute**: the interrupted step, and all steps that were repeated. Lost steps that are not repeated yet count with
+  their original duration. If a step is done a third time, it counts for the later interruption if that one lost the
+  step, otherwise for the earlier one.
+- **saving**: the measured time that the training loop waited, and an estimate of how much slower its steps were.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ckpt.tools.observe.goodput.breakdown import Statement
 from ckpt.tools.observe.goodput.timeline import PlacedAccount, placed
 from ckpt.tools.observe.goodput.walk import LedgerWalk
 
-QUIET_S = 150.0  # a job with metrics this recent counts as running; in buckets they are written every minute
+QUIET_S = 150.0  # a job with metrics of this age counts as running, because buckets get metrics every minute
 
 
 @dataclass(frozen=True, slots=True)
 class SettledRun:
-    """The result of one walk along the timeline, and the timeline."""
+    """The timeline of a run, and the result of walking along it once."""
 
     statement: Statement
     line: tuple[PlacedAccount, ...] = ()
@@ -49,9 +49,9 @@ def settled(
     now: float | None = None,
     idle_after_s: float = math.inf,
 ) -> SettledRun:
-    """Account for a whole run. `now`: seconds since 1970; decides whether it is running, and limits all times. If
-    nothing ran for longer than `idle_after_s` after an interruption, that time counts as idle, because it was
-    intended."""
+    """Account for the time of a whole run. `now`: seconds since 1970; decides whether the run is still running, and is
+    the latest possible time. `idle_after_s`: if nothing ran for longer than this after an interruption, that time was
+    intended, so it counts as idle."""
     notes: list[str] = []
     line = placed(list(accounts), list(faults), notes, math.inf if now is None else now)
     if not line:

@@ -1,4 +1,4 @@
-"""The breakdown of a run's time that `ckpt.tools.observe.goodput.accounting` computes. Plain values.
+"""The breakdown of a run's time, as plain values. `ckpt.tools.observe.goodput.accounting` computes it.
 
 lost time = interruptions x (detect + restart + restore + recompute) + time that saving took from training goodput = 1 -
 lost time / wall-clock time
@@ -11,16 +11,16 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-COUNTLESS = ("none", "moved")  # kinds that are not interruptions: stopped on purpose, copied
+COUNTLESS = ("none", "moved")  # kinds that do not count as interruptions: stopped on purpose, and run was copied
 
 
 @dataclass(frozen=True, slots=True)
 class InterruptionCost:
-    """The cost of one or several interruptions, in seconds. Parts of the restart: `leave`, from detection until the
-    process was gone; `launch`, until the next one was started; `start`, until it opened its Checkpointer: imports,
-    model, process group; `open`; `setup`, until restore() was called; `first_step`, extra time of its first step;
+    """The cost of one or several interruptions, in seconds. Parts of the restart: `leave`, from the detection until the
+    process was gone; `launch`, until the next process was started; `start` (imports, model, process group), until it
+    opened its Checkpointer; `open`; `setup`, until restore() was called; `first_step`, extra time of the first step;
     `unknown`, if the end of the process was not recorded. Parts of the recomputation: `unfinished`, the interrupted
-    step; `redone`, steps done again; `undone`, lost steps not done again yet."""
+    step; `redone`, repeated steps; `undone`, lost steps that are not repeated yet."""
 
     perceive: float = 0.0
     leave: float = 0.0
@@ -57,15 +57,15 @@ RECOMPUTE = ("unfinished", "redone", "undone")
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """One interruption.
+    """One interruption of a training.
 
-    `kind`: of the fault detected first (see ckpt.guard.report), or "left" (an exception without a report), "unknown"
-        (nothing was detected), "rollback", or "taken over" by a newer job. "none" (stopped on purpose) and "moved" (the
-        run was copied) are not interruptions, but steps may be repeated after them.
+    `kind`: kind of the fault that was detected first (see ckpt.guard.report), or "left" (an exception without a
+        report), "unknown" (nothing was detected), "rollback", or "taken over" by a newer job. "none" (stopped on
+        purpose) and "moved" (the run was copied) do not count as interruptions, but steps may be repeated after them.
 
-    `at`: when it was detected, seconds since 1970. `step`: the last step done, None if there was none. `restored`: step
-        that training continued from, None if none, with `source`: "memory", a URL, or "". `lost_steps`: steps to
-        repeat, None while unknown. `resumed`: the next job attempt has opened the run.
+    `at`: time of the detection, seconds since 1970. `step`: the last completed step, or None. `restored`: the step from
+        which training continued, or None. `source`: origin of the restored step, "memory", a URL, or "". `lost_steps`:
+        steps to repeat, None while unknown. `resumed`: True if the next job attempt has opened the run.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class Interruption:
 
     @property
     def counted(self) -> bool:
-        """Return True if it counts as an interruption."""
+        """Return True if this counts as an interruption."""
         return self.kind not in COUNTLESS
 
     def to_json(self) -> dict[str, Any]:
@@ -90,17 +90,16 @@ class Interruption:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The breakdown. All fields are seconds, except `begin` and `until`, which are seconds since 1970.
+    """The breakdown of a run's time. Fields are seconds; `begin` and `until` are seconds since 1970.
 
     `wall_s` is the sum of `productive_s`, the cost of interruptions, `stalled_s`, `slowed_s`, `paused_s` and `other_s`
     (extra time of first steps without a fault, closing, and unfinished steps). `effective`: goodput, which includes
-    `paused_s` and `other_s`. `trained`: share of `productive_s`, the steps that count. Outside `wall_s`:
-    `first_start_s`, before the first attempt was ready; `idle_s`, between a closed job and the next one; `moved_s`, the
-    same if the run was copied; `down_s`, from `until` to now if it is not running. `steps`: distinct steps that count;
-    `redone_steps`: steps repeated.
-    `slowing_known`: False if most steps cannot be compared with steps without a save. `running`: it was alive a short
-        time ago. `ended`: "closed", or the kind of the last interruption if nothing followed; "" if the end was not
-        recorded.
+    `paused_s` and `other_s`. `trained`: share of `productive_s`, which is the time of steps that count. Outside
+    `wall_s` are `first_start_s`, before the first attempt was ready; `idle_s`, between a closed job and the next one;
+    `moved_s`, the same if the run was copied; `down_s`, from `until` to now if the run is not running. `steps`: number
+    of distinct steps that count. `redone_steps`: number of repeated steps. `slowing_known`: False if too few steps
+    without a save exist to compare with. `running`: True if the job was alive a short time ago. `ended`: "closed", or
+    the kind of the last interruption if nothing followed it, or "" if the end was not recorded.
     """
 
     wall_s: float = 0.0
@@ -127,7 +126,7 @@ class Statement:
 
     @property
     def cost(self) -> InterruptionCost:
-        """The cost of all interruptions together."""
+        """The cost of all interruptions, added up."""
         costs = [interruption.cost for interruption in self.interruptions]
         return InterruptionCost(
             **{f.name: math.fsum(getattr(cost, f.name) for cost in costs) for f in fields(InterruptionCost)}
@@ -148,7 +147,7 @@ class Statement:
 
     @property
     def trained(self) -> float | None:
-        """Share of the wall-clock time in steps that count, from 0 to 1."""
+        """Share of the wall-clock time that was spent on steps that count, from 0 to 1."""
         return None if self.wall_s <= 0 else min(1.0, max(0.0, self.productive_s / self.wall_s))
 
     @property
@@ -158,12 +157,12 @@ class Statement:
 
     @property
     def training_s(self) -> float:
-        """Time in which steps were done or repeated, including saving."""
+        """Time in which steps were completed or repeated, including saving."""
         return self.productive_s + self.cost.recompute + self.saving_s
 
     @property
     def mtbf_s(self) -> float | None:
-        """Training time between two interruptions; None without an interruption: it is then longer than
+        """Training time between two interruptions. None if there was no interruption; the time is then longer than
         `training_s`."""
         return self.training_s / self.count if self.count else None
 
@@ -173,7 +172,7 @@ class Statement:
 
     @property
     def by_source(self) -> dict[str, int]:
-        """Count interruptions by the source of the restore; "" if nothing was restored."""
+        """Return the number of interruptions by the source of the restore, which is "" if nothing was restored."""
         ended = (one for one in self.interruptions if one.counted and one.lost_steps is not None)
         return dict(Counter(one.source for one in ended).most_common())
 

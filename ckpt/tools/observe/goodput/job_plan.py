@@ -1,10 +1,10 @@
-"""Forecast for a whole job at any scale: its size, its tiers and the result (`ckpt.core.cadence.cadence`). Pure.
+"""Forecast for a planned job of any size: its tiers, save intervals and goodput (`ckpt.core.cadence.cadence`). No I/O.
 
     PlannedJob, numbers -> tiers() -> cadences() -> plan() -> Plan
 
-Every number has a source: given, measured by a run (`measured`), measured by a benchmark of this repository, published,
-or assumed and marked as such. Save intervals are computed from all other numbers, also when one of these is varied.
-Times are seconds, sizes bytes.
+Every number has a source: given by the user, measured by a run (`measured`), measured by a benchmark of this
+repository, published, or assumed and marked as assumed. Save intervals are computed from all other numbers, also when
+one of these is varied. Times are seconds, and sizes bytes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ckpt.tools.observe.goodput.accounting import settled
 
 GB = 1e9
 MEMORY, REPLICA, SHARED = TIERS = ("memory", "replica", "shared")
-PARTS = ("cost_s", "write_s", "restore_s")  # measurable parts of a tier: see TierCost
+PARTS = ("cost_s", "write_s", "restore_s")  # costs of a tier that a run can measure: see TierCost
 SURVIVES = {MEMORY: ("process",), REPLICA: ("process", "node"), SHARED: ("process", "node", "all")}
 
-FAULTS_ENOUGH, HANGS_ENOUGH = 3, 10  # fewest interruptions for a rate, and for the share of hangs
+FAULTS_ENOUGH, HANGS_ENOUGH = 3, 10  # minimum interruptions to compute a rate, and to compute the share of hangs
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A default number of a plan, and its source."""
+    """A number that a plan needs: its default, its unit, its meaning, and its source."""
 
     value: float
     kind: str
@@ -73,7 +73,7 @@ NUMBERS = {
     "cpu_network": Number(0.5, "count", "s of CPU time a GB, at each end of the network", "assumed"),
     "cpu_store": Number(0.91, "count", "s of CPU time a GB, to an object store", "measured: make bench-storage"),
 }
-"""Also the measured parts of a tier: <tier>.<part>, in seconds."""
+"""A plan also accepts the measured costs of a tier, as <tier>.<part>, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class PlannedJob:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """A tier of the job. `survives`: kinds of faults. `every`: steps; None: to be computed, 0: never. Costs as in
-    `TierCost`."""
+    """A tier of the planned job. `survives`: the kinds of faults that it survives. `every`: save interval in steps, 0
+    for never, None if it is still to be computed. The costs are those in `TierCost`."""
 
     name: str
     cost_s: float
@@ -111,7 +111,7 @@ Numbers = Mapping[str, float]
 
 
 def defaults(job: PlannedJob) -> dict[str, float]:
-    """Return the default numbers. on_hang() detects a hang ten steps, at least 30 s, after the last step."""
+    """Return the default numbers. on_hang() detects a hang after ten steps without progress, but not before 30 s."""
     n = {name: number.value for name, number in NUMBERS.items()}
     n["mtbf_s"] /= job.gpus
     n["hang_s"] = max(n["hang_s"], 10 * job.step_s) + 1.0 - job.step_s / 2
@@ -119,7 +119,7 @@ def defaults(job: PlannedJob) -> dict[str, float]:
 
 
 def shares(n: Numbers) -> dict[str, float]:
-    """Return the shares of faults that end the trainer, its node, or all nodes."""
+    """Return the shares of the faults that end the trainer, its node, or all nodes."""
     found = {"node": n["node_share"], "all": n["all_share"]}
     process = 1 - sum(found.values())
     if min(process, *found.values()) < 0:
@@ -132,16 +132,16 @@ def perceive_s(n: Numbers) -> float:
 
 
 def tiers(job: PlannedJob, n: Numbers) -> list[PlannedTier]:
-    """Return the cost of saves and restores per tier, nearest first; measured numbers take precedence. The replica is
-    that of Memory(replicas=2), if there is another node. Copies from the GPU run in parallel with training, and later
-    copies in the background; a share of their CPU time slows training."""
+    """Return the tiers with their costs, nearest first. Measured numbers take precedence. The replica is that of
+    Memory(replicas=2), if there is another node. Copies from the GPU run in parallel with training, and all further
+    copies in the background, where a share of their CPU time slows training."""
     node_bytes = job.rank_bytes * min(job.per_node, job.gpus)
     copy, send, opens = job.rank_bytes / n["pcie"], node_bytes / n["network"], n["open_s"] + job.rank_bytes / n["pcie"]
     put = job.state / min(n["store_write"] * job.nodes, n["store_write_all"])
     get = job.state / min(n["store_read"] * job.nodes, n["store_read_all"])
-    felt = n["felt"] * node_bytes / GB / n["cores"]  # seconds of training for each CPU-s a GB
+    felt = n["felt"] * node_bytes / GB / n["cores"]  # seconds by which one CPU-s per GB slows training
     both_ends = 2 * felt * n["cpu_network"]
-    times = {  # measured values take precedence
+    times = {  # calculated values, which measured ones replace below
         MEMORY: (n["blocks_s"] + n["beside"] * copy, copy, opens),
         REPLICA: (both_ends, copy + send, opens + send),
         SHARED: (felt * n["cpu_store"], copy + put, opens + get),
@@ -158,8 +158,8 @@ def tiers(job: PlannedJob, n: Numbers) -> list[PlannedTier]:
 
 
 def served(chosen: Sequence[PlannedTier], n: Numbers, step_s: float) -> dict[str, float]:
-    """Return the share of faults that are restored from each tier: the one with the newest step on average. If
-    intervals are unknown, that is the nearest one. Raises UsageError if no tier survives a kind of fault."""
+    """Return for each tier the share of faults after which the job is restored from it. That is the tier with the
+    newest step on average, or the nearest one if intervals are unknown. UsageError: no tier survives a kind of fault."""
     found = dict.fromkeys((one.name for one in chosen), 0.0)
     for kind, share in shares(n).items():
         left = [one for one in chosen if kind in one.survives and one.every != 0]
@@ -172,8 +172,8 @@ def served(chosen: Sequence[PlannedTier], n: Numbers, step_s: float) -> dict[str
 
 
 def cadences(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier]) -> list[PlannedTier]:
-    """Set `every`. A tier serves the faults that nearer tiers do not survive; a tier that serves none is not saved to.
-    A replica receives what memory has, as often as the network allows."""
+    """Set `every` of the tiers. A tier is used for the faults that nearer tiers do not survive; if there are none,
+    nothing is saved to it. A replica gets the snapshots that memory has, as often as the network allows."""
     needed = served([replace(one, every=None) for one in chosen], n, job.step_s)
     replica_s = sum(one.cost_s for one in chosen if one.name == REPLICA)
     found = list[PlannedTier]()
@@ -194,7 +194,7 @@ def _with_cadence(one: PlannedTier, cost_s: float, share: float, job: PlannedJob
     if not share:
         return replace(one, every=0)
     mtbf_s = n["mtbf_s"] / share
-    if one.name == MEMORY:  # one write ends before the next begins
+    if one.name == MEMORY:  # a write must end before the next one begins
         least_s = max(cost_s / n["budget"], one.write_s - cost_s)
     else:
         least_s = least_interval(one.write_s, mtbf_s, shared=True)
@@ -202,7 +202,7 @@ def _with_cadence(one: PlannedTier, cost_s: float, share: float, job: PlannedJob
 
 
 def expected(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier]) -> Forecast:
-    """Forecast the result when every tier has its interval."""
+    """Forecast the goodput when every tier has its interval."""
     share = served(chosen, n, job.step_s)
     every_s = {tier.name: tier.every * job.step_s if tier.every else math.inf for tier in chosen}
     costs = [TierCost(t.name, t.cost_s, every_s[t.name], t.restore_s, t.write_s, share[t.name]) for t in chosen]
@@ -211,8 +211,8 @@ def expected(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier]) -> Fore
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan. `restart_s`: longest restart that reaches `goal`; `mtbf_s`: shortest MTBF that does, with adapted
-    intervals. None: this change alone is not enough."""
+    """The plan for a job. `restart_s`: longest restart with which the job reaches `goal`. `mtbf_s`: shortest MTBF with
+    which it does, with adapted intervals. None: changing this number alone is not enough."""
 
     job: PlannedJob
     numbers: Numbers
@@ -231,7 +231,7 @@ class Plan:
 
 
 def plan(job: PlannedJob, n: Numbers, goal: float = 0.995) -> Plan:
-    """Plan the tiers of a job. Raises UsageError for impossible numbers."""
+    """Plan the tiers of a job. Raise UsageError for impossible numbers."""
     if not 0 < goal < 1:
         raise UsageError(f"--goal: {goal!r} must be a share between 0 and 1, for example 0.995 or 99.5%")
     if job.step_s > n["mtbf_s"]:
@@ -248,7 +248,7 @@ def plan(job: PlannedJob, n: Numbers, goal: float = 0.995) -> Plan:
 
 
 def _turn(good: Callable[[float], bool], fine: float, bad: float) -> float | None:
-    """Return the last good value between `fine` and `bad`; None if `fine` is not good."""
+    """Return the value nearest to `bad` that is still good. Return None if `fine` is not good."""
     if not good(fine):
         return None
     for _ in range(60):
@@ -257,12 +257,12 @@ def _turn(good: Callable[[float], bool], fine: float, bad: float) -> float | Non
     return fine
 
 
-# -- what was measured --
+# -- numbers that a run has measured --
 
 
 def measured(accounts: Iterable[Account]) -> dict[str, float]:
-    """Return what the metrics of a run measured, by the names of numbers, plus `gpus`, `step_s` and `rank_bytes`. The
-    last durable tier counts as the shared one."""
+    """Return the numbers that a run has measured, by their names in the plan, plus `gpus`, `step_s` and `rank_bytes`.
+    Its last durable tier counts as the shared tier."""
     history = in_order(accounts)
     bill = settled(history).statement
     if not history:
@@ -286,7 +286,7 @@ def measured(accounts: Iterable[Account]) -> dict[str, float]:
 
 
 def last_tier(accounts: Iterable[Account]) -> list[str]:
-    """Return the URL of the last durable tier, which counts as the shared one; an empty list if nothing was saved."""
+    """Return the URL of the last durable tier, which counts as the shared tier. Return [] if nothing was saved."""
     return list(dict.fromkeys(url for account in in_order(accounts) for url in account.saves))[-1:]
 
 
@@ -306,8 +306,8 @@ def _of_tiers(history: Sequence[Account]) -> dict[str, float | None]:
 
 
 def scaled(known: Numbers, job: PlannedJob, n: Numbers) -> dict[str, float]:
-    """Scale the numbers of a run to another job. Costs of moving bytes scale with the bytes per rank, faults with GPUs;
-    the rates of the shared tier are limited for all ranks together. Raises UsageError for invalid numbers."""
+    """Scale the numbers of a run to another job. Costs of moving bytes scale with the bytes per rank, and faults with
+    the number of GPUs. The shared tier's rates have a limit for all ranks. Raise UsageError if invalid."""
     there, gpus = known.get("rank_bytes", job.rank_bytes), known.get("gpus", job.gpus)
     scale = job.rank_bytes / positive("rank_bytes", there)
     found = dict[str, float]()
@@ -317,7 +317,7 @@ def scaled(known: Numbers, job: PlannedJob, n: Numbers) -> dict[str, float]:
         if name not in n and name not in {f"{tier}.{part}" for tier in TIERS for part in PARTS}:
             raise UsageError(f"a plan has no number {name!r}")
         value, part = positive(name, value, zero=True), name.partition(".")[2]
-        if part:  # opening, committing and blocking of step() do not depend on bytes
+        if part:  # only the cost of moving bytes scales; opening, committing and blocking of step() do not
             fixed = min(value, n["blocks_s"] if part == "cost_s" else n["open_s"])
             value = fixed + scale * (value - fixed)
         found[name] = value * positive("gpus", gpus) / job.gpus if name == "mtbf_s" else value

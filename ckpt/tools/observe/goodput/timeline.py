@@ -1,10 +1,10 @@
 """Place all job attempts of a run on one timeline.
 
-The time coordinate is seconds since the first attempt was started. It follows the monotonic clock within one boot of a
-machine, and the wall clock between machines. If that went back, no time has passed and a note reports it. The metrics
-of one rank represent an attempt; those of other ranks only contribute faults.
+Times on the timeline are seconds since the first attempt was started. Within one boot of a machine they follow its
+monotonic clock, otherwise the wall clock. If the wall clock went back between two attempts, the time between them
+counts as 0, and a note reports it. One rank's metrics represent an attempt; the others only add faults.
 
-Recorded times are limited to possible ones: no end after now, and no fault detected after the next attempt was started.
+Recorded times are limited: no attempt ends after now, and no fault is detected after the next attempt was started.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ckpt.core.cadence.ledger import TOGETHER_S, Account, Restore, StepRow, in_o
 from ckpt.guard.report import Fault, incidents
 from ckpt.units import duration, moment
 
-SKEW_S = 60.0  # allowed difference between machines' clocks; later times count as now
-SLIGHT_S = 1.0  # a clock set back by less needs no note
+SKEW_S = 60.0  # maximum difference between the clocks of machines; times that are later count as now
+SLIGHT_S = 1.0  # seconds by which a clock may go back without a note
 
 
 @dataclass
 class PlacedAccount:
-    """A job attempt on the timeline. `offset`: from its clock to the timeline; `ceiling`: when another attempt took
-    ownership. `others`: metrics of other ranks; `moved`: the next attempt trains in a copy."""
+    """A job attempt on the timeline. `offset`: added to a time of its clock to get a time of the timeline. `ceiling`:
+    time when another attempt took ownership. `others`: other ranks' metrics. `moved`: the next one trains in a copy."""
 
     account: Account
     others: list[Account]
@@ -36,7 +36,7 @@ class PlacedAccount:
     moved: bool = False
 
     def t(self, at: float) -> float:
-        """Convert a time of its clock to the timeline."""
+        """Convert a time of the attempt's clock to the timeline."""
         return min(at + self.offset, self.ceiling)
 
     def wall(self, t: float) -> float:
@@ -44,24 +44,24 @@ class PlacedAccount:
         return self.account.wall(t - self.offset)
 
     def starts(self, before: PlacedAccount) -> float:
-        """Return when it was started, or opened the run if that was in the process of the previous attempt."""
+        """Return when the process started, or when it opened the run if it is the process of the previous attempt."""
         born = self.t(self.account.born)
         return born if born >= before.t(before.account.opened) else self.t(self.account.opening)
 
     @property
     def terms(self) -> set[str]:
-        """The terms that it opened."""
+        """The terms that this attempt opened."""
         return {self.account.term, *(one.term for one in self.account.restores)}
 
     @property
     def last(self) -> float:
-        """The last known time by its clock. Records after its end do not count."""
+        """The last known time, by the attempt's clock. Records after its end do not count."""
         end = self.account.end
         return max(_active(self.account), end.at, end.gone) if end else max(_active(self.account), self.account.kept)
 
     @cached_property
     def rows(self) -> list[StepRow]:
-        """Its steps before another attempt took ownership, including those after the last row."""
+        """The attempt's steps before another attempt took ownership, including those after its last row."""
         rows_before = list[StepRow]()
         for row in [*self.account.rows, *_unfiled(self.account)]:
             if row.at + self.offset <= self.ceiling:
@@ -76,38 +76,38 @@ class PlacedAccount:
         return rows_before
 
     def events(self) -> Iterator[Restore | StepRow]:
-        """Yield rows and restores in order of time."""
+        """Yield the attempt's rows and restores in the order of time."""
         restores = [one for one in self.account.restores if one.at + self.offset <= self.ceiling]
         timed = [(row.at, 0, row) for row in self.rows] + [(one.at, 1, one) for one in restores]
         return (event for _, _, event in sorted(timed, key=lambda each: each[:2]))
 
     @cached_property
     def began_with(self) -> Restore | None:
-        """The restore before its first step: the last one that restored something."""
+        """The restore before the attempt's first step: the last one that restored a step."""
         first = min((row.at for row in self.account.rows), default=math.inf)
         restores = sorted((one for one in self.account.restores if one.at < first), key=lambda one: one.at)
         return next((one for one in reversed(restores) if one.step is not None), restores[0] if restores else None)
 
     @property
     def failed(self) -> bool:
-        """Return True if it failed according to any rank."""
+        """Return True if the attempt failed according to any rank."""
         beat = self.t(self.account.beat)
         return self.account.failed or any(at > beat for at, _, _ in self._seen(beat, 0.0) if self.account.end)
 
     def noticed(self, since: float) -> tuple[float | None, str, str]:
-        """Return when its end was first detected (on the timeline), the kind and the description. Faults long before
-        `since`, the last step, were survived, and so were hangs before it."""
+        """Return when the end of the attempt was first detected (on the timeline), the kind and a description. Faults
+        long before `since`, the last step, and hangs before it do not count, because the attempt survived."""
         end = self.account.end
         seen = self._seen(since, TOGETHER_S)
         times = [one[0] for one in seen[:1]] + ([self.t(end.at)] if end else [])
         kind, summary = seen[0][1:] if seen else ("left" if end and end.how == "left" else "death" if end else "", "")
-        for cause, *others in incidents(self.reports):  # an exception caused by the end of a peer is not the cause
+        for cause, *others in incidents(self.reports):  # skip consequences: errors caused by the end of another rank
             if any(one.kind == kind and one.summary.startswith(summary) for one in others):
                 kind, summary = cause.kind, cause.summary
         return (min(times) if times else None), kind or "unknown", summary
 
     def _seen(self, since: float, before_s: float) -> list[tuple[float, str, str]]:
-        """Return faults that may have ended it, starting this long before its last step: time, kind and description."""
+        """Return faults since `before_s` before the last step, which may have ended it: time, kind and description."""
         found = [
             (self._t_of(account, one.at), one.kind, one.summary, one.ends, self._has_clock_of(account))
             for account in (self.account, *self.others)
@@ -162,7 +162,7 @@ def placed(
 
 
 def _place(before: PlacedAccount, one: PlacedAccount, notes: list[str]) -> None:
-    """Find the offset of an attempt, and whether it took ownership from the previous one."""
+    """Set the offset of an attempt, and decide whether it took ownership from the previous one."""
     a, b = before.account, one.account
     before.moved = a.url != b.url and ((a.inode != b.inode and 0 not in (a.inode, b.inode)) or a.inode == b.inode == 0)
     last = before.last
@@ -191,7 +191,7 @@ def _place(before: PlacedAccount, one: PlacedAccount, notes: list[str]) -> None:
 
 
 def _came_later(before: PlacedAccount, one: PlacedAccount) -> bool:
-    """Return True if it restored a step that the previous attempt did later, according to the clocks."""
+    """Return True if, by the clocks, the attempt restored a step that the previous attempt completed later."""
     restore = one.began_with
     if restore is None or restore.step is None or term_of(restore.checkpoint) not in before.terms:
         return False
@@ -203,7 +203,7 @@ def _came_later(before: PlacedAccount, one: PlacedAccount) -> bool:
 
 
 def _left(fault: Fault) -> bool:
-    """Return True if the process ended with this fault; other faults may have been survived."""
+    """Return True if the process ended with this fault. Otherwise it may have survived the fault."""
     return fault.exit_code is not None or (fault.by == "writer" and fault.kind in ("death", "oom"))
 
 
@@ -212,13 +212,13 @@ def same_clock(a: Account, b: Account) -> bool:
 
 
 def _active(account: Account) -> float:
-    """Return when it was last active, by its clock."""
+    """Return the time of the last activity, by the account's clock."""
     ends = [one.at + one.seconds for one in account.restores]
     return max(account.opened, account.beat, *(row.at for row in account.rows), *ends, -math.inf)
 
 
 def _unfiled(account: Account) -> list[StepRow]:
-    """Return steps done after the last row."""
+    """Return the steps that were completed after the last row."""
     at, step = account.opened, None
     for one in account.restores:
         if one.at + one.seconds >= at:
@@ -232,7 +232,7 @@ def _unfiled(account: Account) -> list[StepRow]:
 
 
 def _part(row: StepRow, steps: int) -> StepRow:
-    """Return the first steps of a row."""
+    """Return a row for the first `steps` steps of a row."""
     share = steps / row.steps
     whole = row.seconds + row.paused
     return StepRow(
@@ -242,7 +242,7 @@ def _part(row: StepRow, steps: int) -> StepRow:
 
 
 def _ordered(account: Account) -> Account:
-    """Return the metrics with consistent times and rows of at least one step."""
+    """Return the metrics with consistent times, and without rows of no steps."""
     opened = max(account.opened, account.opening, account.born)
     opening = min(account.opening, opened) or opened
     rows = [
@@ -260,7 +260,7 @@ def _ordered(account: Account) -> Account:
 
 
 def _until(account: Account, now: float, notes: list[str]) -> Account:
-    """Return the metrics with no end after now."""
+    """Return the metrics without times after now, and add a note if there were any."""
     limit = max(_active(account), account.anchor[1] + now - account.anchor[0])
     end = account.end
     late = max([account.kept] + ([end.at, end.gone] if end else [])) - limit

@@ -12,18 +12,18 @@ from ckpt.tools.observe.goodput.breakdown import COUNTLESS, Interruption, Interr
 from ckpt.tools.observe.goodput.timeline import PlacedAccount
 from ckpt.units import count_of, duration, moment
 
-LONG_S = 3600.0  # a longer break may have been intended, which deserves a note
-COMPARABLE = 3  # fewest steps of an attempt that define its usual step time
-ENOUGH = 4  # fewest steps without a save, as in ckpt.core.cadence.cadence
-FAR, FAR_S = 5.0, 0.5  # multiples of a usual step, and seconds: a single step that is longer contains other work
+LONG_S = 3600.0  # seconds; a longer break may have been intended, so a note mentions it
+COMPARABLE = 3  # minimum steps of an attempt to compute its usual step time
+ENOUGH = 4  # minimum steps without a save to compare with, as in ckpt.core.cadence.cadence
+FAR, FAR_S = 5.0, 0.5  # a step longer than FAR usual steps and FAR_S seconds contains work other than training
 
 
 class UsualSteps:
-    """Usual durations. `share`: the part of the slowing in single rows that remains when faster and slower steps cancel
-    out.
+    """Usual durations of steps. `share`: share of the measured slowing that remains after faster steps are subtracted
+    from slower ones.
 
-    `usual`: seconds per step without saving; `first`: of the first step of an attempt; `here`: of a step of the current
-        one.
+    `usual`: seconds per step without saving. `first`: seconds of the first step of an attempt. `here`: seconds per step
+        of the current attempt.
     """
 
     def __init__(self, rows: Sequence[Sequence[StepRow]]) -> None:
@@ -43,7 +43,7 @@ class UsualSteps:
         self.here = _median([(self._step_s(row), row.steps) for row in rows]) if comparable else self.usual
 
     def slowing_known(self, line: Sequence[PlacedAccount]) -> bool:
-        """Return True if slowing is known for most steps; that needs a few steps without a save, besides the first."""
+        """Return True if slowing is known for most steps. That needs `ENOUGH` later steps without a save."""
         known = unknown = 0
         for one, rows in zip(line, self._rows, strict=True):
             steps = sum(row.steps for row in rows)
@@ -55,7 +55,7 @@ class UsualSteps:
         return known >= unknown
 
     def far(self) -> list[float]:
-        """Return the extra time of single steps with a save, if it is very long."""
+        """Return the extra time of each single step with a save whose extra time is very long."""
         more = [
             row.seconds - row.stalled - self.usual
             for rows in self._rows
@@ -69,7 +69,7 @@ class UsualSteps:
 
 
 def _median(weighted: list[tuple[float, int]]) -> float:
-    """Return the weighted median, 0 for no values."""
+    """Return the weighted median, or 0 if there are no values."""
     half, total = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         total += weight
@@ -80,8 +80,8 @@ def _median(weighted: list[tuple[float, int]]) -> float:
 
 @dataclass
 class _Loss:
-    """An interruption under construction. `high`: the last step done before it. `besides`: name of the time until
-    training resumes, if no fault caused it. `gap`: name of the time until the next process starts."""
+    """An interruption that is still being measured. `high`: the last completed step. `besides`: name under which the
+    time until training resumes is counted if no fault caused it. `gap`: the same until a process starts."""
 
     kind: str
     at: float = 0.0
@@ -98,7 +98,7 @@ class _Loss:
 
     @property
     def listed(self) -> bool:
-        """Return False if it cost nothing and was not an interruption."""
+        """Return False if this cost no time and does not count as an interruption."""
         return self.kind not in COUNTLESS or bool(self.lost) or any(self.seconds.values())
 
     def frozen(self) -> Interruption:
@@ -120,13 +120,13 @@ class LedgerWalk:
         self.parts: dict[str, float] = defaultdict(float)
         self.besides: dict[str, float] = defaultdict(float)
         self.losses: list[_Loss] = []
-        self._highs: list[_Loss] = []  # interruptions whose steps are not all repeated; later ones have lower marks
-        self._waiting: list[_Loss] = []  # interruptions waiting for the step that training resumes from
-        self._done: list[tuple[int, int, float]] = []  # work done for the first time: steps after, up to, seconds
-        self._position: int | None = None  # the last step done in the current attempt
+        self._highs: list[_Loss] = []  # interruptions with steps to repeat; their `high` decreases
+        self._waiting: list[_Loss] = []  # interruptions for which the step where training resumes is not known yet
+        self._done: list[tuple[int, int, float]] = []  # steps completed for the first time: after, up to, seconds
+        self._position: int | None = None  # the last completed step of the current attempt
         self.redone = self.standing = 0
-        self._fresh = True  # the current attempt has not done a step yet
-        self.ended = ""  # see Statement
+        self._fresh = True  # True until the current attempt has completed a step
+        self.ended = ""  # as `Statement.ended`
 
     def all(self) -> None:
         loss: _Loss | None = _Loss("start", besides="first_start")
@@ -152,20 +152,20 @@ class LedgerWalk:
             known = "known for some steps only" if self.parts["slowed"] else "not known"
             self.notes.append(f"how much saving slowed the steps is {known}: too few steps had no save")
 
-    # -- time --
+    # -- assign time --
 
     def _spend(self, until: float, into: dict[str, float], name: str) -> None:
         into[name] += max(0.0, until - self.cursor)
         self.cursor = max(self.cursor, until)
 
     def _way(self, loss: _Loss, until: float, name: str) -> None:
-        """Spend the time until training resumes."""
+        """Assign the time until training resumes."""
         if loss.besides:
             self._spend(until, self.besides, loss.besides)
         else:
             self._spend(until, loss.seconds, name)
 
-    # -- an incarnation --
+    # -- one attempt --
 
     def _incarnation(self, one: PlacedAccount, loss: _Loss) -> None:
         account = one.account
@@ -192,7 +192,7 @@ class LedgerWalk:
                 self._stand(event.step)
 
     def _wait(self, one: PlacedAccount, loss: _Loss) -> None:
-        """Spend the time until the process is started."""
+        """Assign the time until the process of the attempt is started."""
         born, account = one.t(one.account.born), one.account
         if not loss.besides and born - self.cursor > min(LONG_S, self._idle_after_s):
             began, ended = moment(account.wall(account.born - (born - self.cursor))), moment(account.wall(account.born))
@@ -204,10 +204,10 @@ class LedgerWalk:
         self._way(loss, born, loss.gap)
 
     def _row(self, one: PlacedAccount, row: StepRow, first: _Loss | None) -> None:
-        """Account for some steps. `first`: the preceding interruption, if they are the first after it."""
+        """Account for some steps. `first`: the interruption before them, if they are the first steps after it."""
         if self._position is None:
             self._stand(row.step - row.steps)
-        elif row.step <= self._position:  # it went back, and the restore is not recorded
+        elif row.step <= self._position:  # the step number went back, without a recorded restore
             at = one.wall(self.cursor)
             self._lose(_Loss("rollback", at, term=one.account.term, resumed=True))
             self._stand(row.step - row.steps)
@@ -233,7 +233,7 @@ class LedgerWalk:
         self._position = row.step
 
     def _work(self, low: int, high: int, seconds: float) -> None:
-        """Account for steps after `low` up to `high`, done again or for the first time."""
+        """Account for the steps after `low` up to `high`. Each was either repeated or completed for the first time."""
         each = seconds / (high - low)
         for loss, count in self._owed(low, high):
             loss.seconds["redone"] += count * each
@@ -244,7 +244,7 @@ class LedgerWalk:
             self.parts["productive"] += (high - low) * each
 
     def _owed(self, low: int, high: int) -> Iterator[tuple[_Loss, int]]:
-        """Yield the interruption that caused each of these repeated steps: the last one that lost it."""
+        """Yield the interruptions that caused repeated steps, with their number: for each the last that lost it."""
         for loss in reversed(self._highs):
             assert loss.high is not None
             if loss.high > low:
@@ -265,16 +265,16 @@ class LedgerWalk:
         return loss
 
     def _stand(self, step: int) -> None:
-        """Resume training from this step."""
+        """Record that training resumes from this step, and compute the steps that interruptions have lost."""
         self._position = step
         for loss in self._waiting:
             loss.lost = 0 if loss.high is None else max(0, loss.high - step)
         self._waiting.clear()
 
-    # -- its end --
+    # -- the end of an attempt --
 
     def _end(self, one: PlacedAccount, after: PlacedAccount | None) -> _Loss | None:
-        """Account for the time between an attempt and the next one."""
+        """Account for the time between the end of an attempt and the next attempt."""
         account, end = one.account, one.account.end
         loss = _Loss("none", one.wall(self.cursor), term=account.term)
         if after is not None and one.moved:
@@ -300,7 +300,7 @@ class LedgerWalk:
         return self._fault(one, after, loss, noticed)
 
     def _gone(self, one: PlacedAccount, after: PlacedAccount | None, end: End) -> float:
-        """Return when its process was gone, at the latest when the next one was started."""
+        """Return when the process of an attempt was gone, which is at the latest when the next one was started."""
         gone = one.t(max(end.at, end.gone))
         return gone if after is None else min(gone, max(self.cursor, after.starts(one)))
 
@@ -335,7 +335,7 @@ class LedgerWalk:
         return self._lose(loss)
 
     def _unnoticed(self, one: PlacedAccount, after: PlacedAccount | None, loss: _Loss, missing: bool) -> None:
-        """Trainer and writer ended together, so the last step and the time of the end are unknown."""
+        """Account for the common end of trainer and writer, of which the last step and the time are unknown."""
         loss.kind = "unknown"
         if after is None:
             return
@@ -347,20 +347,20 @@ class LedgerWalk:
         )
 
     def _perceive(self, loss: _Loss, noticed: float) -> None:
-        """Account for the interrupted step and the time until detection."""
+        """Account for the interrupted step, and the time until the fault was detected."""
         self._spend(min(noticed, self.cursor + self._numbers.here), loss.seconds, "unfinished")
-        if self._fresh:  # its first step, which takes longer
+        if self._fresh:  # the interrupted step is the attempt's first one, which takes longer
             more = max(0.0, self._numbers.first - self._numbers.here)
             self._spend(min(noticed, self.cursor + more), loss.seconds, "first_step")
         self._spend(noticed, loss.seconds, "perceive")
 
     def _missing(self, one: PlacedAccount, after: PlacedAccount) -> bool:
-        """Return True if another attempt ran between these two."""
+        """Return True if an attempt whose metrics are missing ran between these two."""
         term = _origin(after)
         return term not in self._terms and one.account.number < _number(term) < after.account.number
 
     def _unseen(self, one: PlacedAccount, after: PlacedAccount | None, until: float, missing: bool) -> None:
-        """Account for unrecorded steps before the end: the next attempt restored a later step."""
+        """Account for unrecorded steps before the end, if the next attempt restored a later step."""
         restore = after.began_with if after is not None else None
         if after is None or restore is None or restore.step is None or self._position is None:
             return
@@ -376,7 +376,7 @@ class LedgerWalk:
         )
 
     def _undo(self) -> None:
-        """Count steps that were undone and not done again as lost."""
+        """Count steps that were undone and are not repeated yet as lost."""
         position, standing = self._position, 0
         for low, high, seconds in self._done:
             keep = high if position is None else min(max(position, low), high)
@@ -391,7 +391,7 @@ class LedgerWalk:
 
 
 def _origin(one: PlacedAccount) -> str:
-    """Return the term that wrote what it restored; "" for none."""
+    """Return the term that wrote the checkpoint that an attempt restored, or "" if it restored none."""
     restore = one.began_with
     return term_of(restore.checkpoint) if restore is not None else ""
 

@@ -1,5 +1,5 @@
 """The report page of a run, as one HTML file.
 
-Input: statements and chronicles, as values. Output: text and SVG. It reads no stores, and imports neither torch nor the
-command line.
+The input is statements and chronicles as values; the output is text and SVG. The package reads no stores, and imports
+neither torch nor the command line.
 """

@@ -1,4 +1,4 @@
-"""The events of a run over time, for charts, reduced to few numbers. `goodput.accounting` has the totals."""
+"""The events of a run over time, reduced to few numbers for charts. `goodput.accounting` computes the totals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ckpt.tools.observe.goodput.accounting import SettledRun
 from ckpt.tools.observe.goodput.timeline import PlacedAccount
 
 T = TypeVar("T")
-MOST_POINTS = 1600  # of the curve of steps
-BUCKETS = range(-56, 33)  # of stalls, see ckpt.core.cadence.ledger.stall_bucket
+MOST_POINTS = 1600  # maximum points of the curve of steps
+BUCKETS = range(-56, 33)  # buckets of stall times, see ckpt.core.cadence.ledger.stall_bucket
 
 
 @dataclass(frozen=True)
 class ShownEvent(Generic[T]):
-    """A recorded event and its time, seconds since 1970."""
+    """A recorded event, and its time in seconds since 1970."""
 
     at: float
     one: T
@@ -27,8 +27,8 @@ class ShownEvent(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """The reports of one or several ranks about one incident. `reported`: in `faults/`, otherwise only a line in the
-    metrics. `asked`: it is not a fault but a requested save, or one because the job's time was nearly over."""
+    """The reports of all ranks about one incident. `reported`: True if `faults/` has a report, False if only the
+    metrics have a line. `asked`: True for a requested save, or a save because the job's time was nearly over."""
 
     at: float
     kind: str
@@ -44,8 +44,8 @@ class Incident:
 
 @dataclass
 class Chronicle:
-    """The events of a run. `curve`: (time, step), None where a line is interrupted; `stalls`: number of saves by
-    bucket."""
+    """The events of a run. `curve`: points (time, step), and None where the line is interrupted. `stalls`: number of
+    saves by bucket of stall time."""
 
     begin: float = 0.0
     until: float = 0.0
@@ -64,12 +64,12 @@ class Chronicle:
 
     @property
     def asked(self) -> list[Incident]:
-        """Requested saves, and those because the job's time was nearly over."""
+        """Requested saves, and saves because the job's time was nearly over."""
         return [incident for incident in self.incidents if incident.asked]
 
 
 def chronicle(run: SettledRun, faults: Sequence[Fault]) -> Chronicle:
-    """Build the chronicle of a whole run and its fault reports."""
+    """Build the chronicle from the timeline of a run and its fault reports."""
     line = run.line
     found = Chronicle(incidents=_incidents(line, faults))
     if not line:

@@ -8,8 +8,8 @@ from ckpt.guard.report import in_words
 from ckpt.tools.observe.goodput.breakdown import Interruption, InterruptionCost, Statement
 from ckpt.units import LEAST_S, duration, moment
 
-NEWEST, FIRST = 100, 15  # most rows of a table, and rows shown without expanding
-TIERS = ("one", "two", "three", "four")  # classes of the first tiers of a run; further ones appear only in tables
+NEWEST, FIRST = 100, 15  # maximum rows of a table, and rows that are visible without expanding the table
+TIERS = ("one", "two", "three", "four")  # CSS classes of a run's first tiers; further tiers are only in tables
 
 NAMES = {
     "trained": "training",
@@ -38,19 +38,19 @@ INNER = {
 
 
 def inner_parts(name: str, cost: InterruptionCost) -> list[tuple[str, float]]:
-    """Return the parts of the restart or the recomputation that are not 0."""
+    """Return the parts of the restart or of the recomputation that are not 0, with their texts."""
     return [(text, some) for field, text in INNER.get(name, ()) if (some := getattr(cost, field)) > 0]
 
 
 def percent(value: float) -> str:
-    """Format a share with enough digits for its distance from 100 %: 99.95 %, 97 %, 0.003 %."""
+    """Format a share with more digits the closer it is to 0 % or 100 %: 99.95 %, 97 %, 0.003 %."""
     small = min(value, 1 - value)
     digits = 0 if small <= 0 else min(6, max(1, 1 - math.floor(math.log10(100 * small))))
     return f"{100 * value:.{digits}f} %"
 
 
 def share(some: float, whole: float) -> str:
-    """Format one value as a share of another."""
+    """Format a value as a percentage of another value."""
     value = 100 * some / whole if whole > 0 else 0.0
     if value <= 0:
         return "0 %"
@@ -92,7 +92,7 @@ def summary(found: Statement) -> list[tuple[str, str]]:
 
 
 def trained_line(found: Statement, share: float) -> str:
-    """Return the trained share, and the paused and other time that goodput also includes."""
+    """Return the share of time in steps that count, and the paused and other time that goodput includes in addition."""
     besides = (("paused", found.paused_s), ("other", found.other_s))
     told = " and ".join(f"{duration(seconds)} {name}" for name, seconds in besides if seconds >= LEAST_S)
     return f"{percent(share)} in steps that count" + f"; effective also includes {told}" * bool(told)
@@ -123,7 +123,7 @@ def interruptions_line(found: Statement) -> str:
 
 
 def parts(found: Statement) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the breakdown. Parts that are 0 are omitted, except those of the equation."""
+    """Return the rows of the breakdown. Omit parts that are 0, unless they belong to the equation of lost time."""
     cost = found.cost
     rows = []
     for name in ("perceive", "restart", "restore", "recompute"):
@@ -152,7 +152,7 @@ INTERRUPTION = ("when", "kind", "step", "lost", "restored from", "perceive", "re
 
 
 def interruption(one: Interruption) -> tuple[object, ...]:
-    """Return a table row with the titles `INTERRUPTION`."""
+    """Return the table row of an interruption, in the order of the titles `INTERRUPTION`."""
     lost = "?" if one.lost_steps is None else one.lost_steps
     source = "not yet" if one.lost_steps is None else f"{one.source}, step {one.restored}" if one.source else "nothing"
     cost = (one.cost.perceive, one.cost.restart, one.cost.restore, one.cost.recompute)

@@ -1,10 +1,10 @@
 """Triggers of emergency saves, as the user configures them. `ckpt.guard` acts on these values.
 
-    triggers="auto"                                    all of these, with the defaults below
+    triggers="auto"                                    all triggers, with the defaults below
     triggers=[ckpt.on_signal("SIGTERM"), ckpt.on_hang(action="exit", min_s=20)]
-    triggers=[]                                        none
+    triggers=[]                                        no trigger
 
-A trigger is best effort. Only the save intervals of the tiers are guaranteed.
+A trigger saves if it can, without a guarantee. Only the save intervals of the tiers are guaranteed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from datetime import datetime
 from ckpt.errors import InvalidArgumentError
 
 GRACE_S = 25.0  # torchrun, Slurm (KillWait) and Kubernetes allow 30 s between SIGTERM and SIGKILL
-DEADLY = (  # signals that cannot be handled, or that faulthandler handles
+DEADLY = (  # signals that cannot be triggers, because Python or this library cannot handle them
     signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
 )  # fmt: skip
 SOURCES = ("ec2", "gce", "azure")
 
-# Exit codes for launchers and schedulers, see `ADVICE` in ckpt/guard/report.py.
-RETRY_CODE = 75  # sysexits.h: EX_TEMPFAIL
+# Exit codes for launchers and schedulers; `ADVICE` in ckpt/guard/report.py describes what to do for each.
+RETRY_CODE = 75  # EX_TEMPFAIL of sysexits.h
 REPLACE_CODE = 76
 RESUBMIT_CODE = 77
 
 
 @dataclass(frozen=True, slots=True)
 class OnSignal:
-    """Save on signals. `leave`: exit after the save; None: exit if the signal would have ended the process."""
+    """Save on signals. `leave`: True exits after the save, None only if the signal would have ended the process."""
 
     numbers: tuple[signal.Signals, ...]
     grace_s: float = GRACE_S
@@ -41,7 +41,7 @@ class OnSignal:
 
 @dataclass(frozen=True, slots=True)
 class OnPreemption:
-    """Save on preemption notices. `sources`: some of `SOURCES`; () detects the cloud from the firmware."""
+    """Save on preemption notices. `sources`: clouds in `SOURCES` to query; () identifies the cloud by the firmware."""
 
     sources: tuple[str, ...] = ()
     base_url: str | None = None
@@ -50,7 +50,7 @@ class OnPreemption:
 
 @dataclass(frozen=True, slots=True)
 class OnDeadline:
-    """Save `before_s` seconds before `at`, in seconds since 1970, or before the end of the Slurm job if it is None."""
+    """Save `before_s` seconds before `at`, in seconds since 1970. If `at` is None, before the end of the Slurm job."""
 
     at: float | None = None
     before_s: float = 60.0
@@ -78,7 +78,7 @@ class OnHang:
 
 @dataclass(frozen=True, slots=True)
 class OnMemoryPressure:
-    """Save when less than `share` of the memory is free, or when processes wait for memory for `share` of the time."""
+    """Save when less than `share` of memory is free, or when processes wait for memory for `share` of the time."""
 
     share: float = 0.05
 
@@ -91,12 +91,12 @@ def on_signal(*names: str | int, grace_s: float = GRACE_S, leave: bool | None = 
 
     - `names`: names or numbers of signals, default SIGTERM and SIGUSR1.
     - `grace_s`: seconds from the signal until the sender kills the process, default 25.
-    - `leave`: True ends the process after the save with exit code 128 + the signal's number. By default it ends if the
-      signal would have ended it and no handler of yours decides otherwise: SIGTERM, SIGHUP and SIGXCPU, but not SIGUSR1
-      and SIGUSR2, which mean "save and continue".
+    - `leave`: True ends the process after the save with exit code 128 + the signal's number. By default, the process
+      ends if the signal would have ended it and no handler of yours decides otherwise. This is so for SIGTERM, SIGHUP
+      and SIGXCPU, but not for SIGUSR1 and SIGUSR2, after which training continues.
 
-    Your own handlers still run, whether installed before or later. Raises InvalidArgumentError for unknown signals and
-    for those that cannot be handled.
+    Your own handlers still run, whether they were installed before or later. Raises InvalidArgumentError for signals
+    that are unknown or cannot be handled.
     """
     signals = []
     for name in names or ("SIGTERM", "SIGUSR1"):
@@ -117,9 +117,9 @@ def on_preemption(*sources: str, base_url: str | None = None, poll_s: float = 5.
     """Save when the cloud announces that it will take this machine away.
 
     - `sources`: any of "ec2", "gce" and "azure". By default the machine's firmware identifies the cloud, and no other
-      service is contacted.
-    - `base_url`: address to use instead of the cloud's metadata service.
-    - `poll_s`: seconds between requests where the service has no long poll, default 5.
+      cloud's service is queried.
+    - `base_url`: address to query instead of that of the cloud's metadata service.
+    - `poll_s`: seconds between requests if the service has no long poll, default 5.
     """
     if bad := [source for source in sources if source not in SOURCES]:
         raise InvalidArgumentError(f"unknown source of preemption notices {bad[0]!r}: use {', '.join(SOURCES)}")
@@ -134,10 +134,10 @@ def on_deadline(
 ) -> OnDeadline:
     """Save before a deadline.
 
-    - `at`: the deadline, as a datetime or in seconds since 1970. By default the end of the Slurm job
-      (SLURM_JOB_END_TIME); outside Slurm the trigger then does nothing.
-    - `in_s`: the deadline in seconds from now, instead of `at`.
-    - `before_s`: seconds before the deadline at which to save, default 60.
+    - `at`: the deadline, as a datetime or in seconds since 1970. Default: the end of the Slurm job
+      (SLURM_JOB_END_TIME). Outside Slurm, the trigger then does nothing.
+    - `in_s`: the deadline as a number of seconds from now, instead of `at`.
+    - `before_s`: number of seconds before the deadline at which the save begins, default 60.
     - `leave`: True ends the process after the save, so that the scheduler can continue. Default False.
     """
     if at is not None and in_s is not None:
@@ -168,13 +168,13 @@ def on_oom() -> OnOom:
 def on_hang(*, action: str = "report", factor: float = 10.0, min_s: float = 30.0) -> OnHang:
     """Save when no step has ended for `factor` times the usual step time and at least `min_s` seconds.
 
-    - `action`: "report" (default) saves and reports which rank hangs and where. "exit" also ends the trainer with exit
-      code 75, so that the launcher restarts it.
+    - `action`: "report" (default) saves, and reports which rank hangs and where. "exit" then also ends the trainer with
+      exit code 75, so that the launcher restarts it.
     - `factor`: multiple of the usual step time, at least 2, default 10.
     - `min_s`: shortest time that counts as a hang, seconds, default 30.
 
-    The usual time is measured. Put work that takes longer than a step, for example an evaluation, into `with
-    cp.not_training():`.
+    The usual step time is measured during training. Put work that takes longer than a step, for example an evaluation,
+    into `with cp.not_training():`.
     """
     if action not in ("report", "exit"):
         raise InvalidArgumentError(f'action={action!r}: it must be "report" or "exit"')
@@ -187,9 +187,9 @@ def on_hang(*, action: str = "report", factor: float = 10.0, min_s: float = 30.0
 
 
 def on_memory_pressure(*, share: float = 0.05) -> OnMemoryPressure:
-    """Save and free some of our memory when little memory is left on the machine or in the container.
+    """Save, and release snapshots in memory, when little memory is free on the machine or in the container.
 
-    - `share`: act when less than this share is free, between 0 and 1, default 0.05.
+    - `share`: share of the memory; the trigger acts when less is free. Between 0 and 1, default 0.05.
     """
     if not isinstance(share, (int, float)) or not 0 < share < 1:
         raise InvalidArgumentError(f"share={share!r}: it must be a number between 0 and 1")
@@ -197,7 +197,7 @@ def on_memory_pressure(*, share: float = 0.05) -> OnMemoryPressure:
 
 
 def as_triggers(triggers: object) -> tuple[Trigger, ...]:
-    """The value that the user passed: "auto", None for none, or a list."""
+    """Convert the user's argument, which is "auto", None (no triggers) or a list, to a tuple of triggers."""
     if isinstance(triggers, str) and triggers == "auto":
         return (
             on_signal(), on_preemption(), on_deadline(), on_exception(), on_oom(), on_hang(), on_memory_pressure(),

@@ -1,4 +1,4 @@
-"""Types of values that the library returns, for annotations."""
+"""Types of the values that this library returns, for use in annotations."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-LEAST_S = 0.5e-4  # the shortest duration shown as more than 0 s
+LEAST_S = 0.5e-4  # seconds; a shorter duration is shown as 0 s
 _UNITS = ((1.0, 1e-3, "ms"), (100.0, 1.0, "s"), (6000.0, 60.0, "min"), (72 * 3600.0, 3600.0, "h"))
 
 
@@ -26,7 +26,7 @@ def count_of(number: float, what: str) -> str:
 
 
 def are(number: int) -> str:
-    """Return the verb for a number of things."""
+    """Return the verb "is" or "are" for a number of things."""
     return "is" if number == 1 else "are"
 
 

@@ -1,4 +1,4 @@
-"""The version of this library, for code that must not import all of it, and a check for a conflicting package.
+"""The version of this library, for code that must not import all of it, and a check for a package of the same name.
 
 PyPI has another package `ckpt`, a debugger, with the same import name. If both are installed, their files are mixed in
 one folder, and `ckpt/__init__.py` is that of the package installed last.
@@ -15,12 +15,12 @@ _MEND = "`pip uninstall ckpt`, and then `pip install --force-reinstall everystep
 
 
 def _check() -> None:
-    """Check that the imported package is ours. Every module imports this module, so the check reads only one folder."""
+    """Raise ImportError if the imported `ckpt` is another package. It must be fast: every module imports this one."""
     if getattr(sys.modules["ckpt"], "__distribution__", None) != "everystep":
         raise ImportError(f"another package, `ckpt` of PyPI, is installed over everystep: {_MEND}")
     try:
         siblings = os.listdir(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    except OSError:  # for example, inside a zip archive
+    except OSError:  # for example, because the package is inside a zip archive
         return
     if any(name.startswith("ckpt-") and name.endswith((".dist-info", ".egg-info")) for name in siblings):
         warnings.warn(
@@ -31,7 +31,7 @@ def _check() -> None:
 
 
 def check_known(who: str, what: str, version: str, known: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    """Raise ImportError unless the version lies in the range that an adapter supports.
+    """Raise ImportError unless an adapter supports the installed version of its library.
 
     `known`: the first supported version and the first unsupported one.
     """

@@ -1,21 +1,21 @@
-"""Assembles the writer process, which holds the snapshots, writes them to the tiers and outlives the trainer.
+"""Assembles the writer process, which owns the snapshots, writes them to the tiers and outlives the trainer.
 
     python -c 'from ckpt.writer_process import main; main()' FD RUN_KEY LOG STARTED
 
     ckpt.core.writer              the run, its memory and its tiers; saves, copies to tiers, hands memory to a restart
-    ckpt.guard.fault_reports      watches the trainer: the core's `TrainerWatch`
+    ckpt.guard.fault_reports      watches the trainer; implements the core's `TrainerWatch`
     ckpt.tools.observe.telemetry  publishes metrics of the trainer
     ckpt.plugins.replicas         keeps a second copy of the memory on another node
 
-The guard, the tools and the plug-ins import the core, and the core imports none of them. `Dispatch` sends each request
-to the object that has a method for it. The core receives all other dependencies through its constructors.
+The guard, the tools and the plug-ins import the core, but the core imports none of them. `Dispatch` sends each request
+to the object with a method for it. The constructors of the core's classes receive all other dependencies.
 
-The process runs in its own session, at low CPU and I/O priority, without torch. It owns the name of the run on this
-machine while it holds the run's memory. A second writer that finds the name taken does not start. Two kinds of threads
-feed one event loop: one reader per connection (`server`), and threads that wait for the trainer's death (`life`).
+The process runs in its own session, at low CPU and I/O priority, without torch. While it holds the memory of a run, it
+owns the run's name on this machine, and a second writer that finds the name taken does not start. Two kinds of threads
+feed its one event loop: a reader per connection (`server`), and threads that wait for the trainer's death (`life`).
 
 When the trainer dies, the writer digests the snapshots and writes them, newest first. It then waits for a restart,
-which finds it by RUN_KEY, and exits after `linger_s`. When the trainer closes, the writer finishes and exits.
+which finds the writer by RUN_KEY, and exits after `linger_s` seconds. When the trainer closes, it finishes and exits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ckpt.plugins.replicas import Replicator
 from ckpt.tools.observe.telemetry.observers import Observers
 
 NICE = 10
-NUMPY_S = 0.5  # delay before numpy is imported in the background; usually the run is open by then
+NUMPY_S = 0.5  # seconds before numpy is imported in the background; the run is usually open by then
 
 
 async def serve(channel: Channel, listener: socket.socket, key: str, path: str, process: Process) -> None:
@@ -67,7 +67,7 @@ async def serve(channel: Channel, listener: socket.socket, key: str, path: str, 
     life = Life(trainer, run, memory, opener, saver, books, watch, server, background)
     observers = Observers(trainer, run, memory, saver, books, watch)
     core = (run, saver, opener, life, memory)
-    replicator = Replicator(memory)  # first, because it must copy a snapshot before the snapshot's memory is released
+    replicator = Replicator(memory)  # created first, because it copies a snapshot before that is released
     await server.run(Dispatch(replicator, *core, watch, observers))
     observers.exporter.stop_serving()
     await server.finished.wait()
@@ -77,20 +77,20 @@ async def serve(channel: Channel, listener: socket.socket, key: str, path: str, 
 def _be_modest() -> None:
     """Lower the priority of this process, because training comes first."""
     os.nice(NICE)
-    with contextlib.suppress(OSError):  # with scheduling by session, `nice` only counts within one session
-        os.setsid()  # the process that started us made this session and may be in it
+    with contextlib.suppress(OSError):  # if the kernel schedules by session, `nice` only counts within one session
+        os.setsid()  # a new session, because the trainer may be in the current one
         with open("/proc/self/autogroup", "w") as group:
             group.write(str(NICE))
-    os.chdir("/")  # so that this process does not keep a folder or a mount busy
+    os.chdir("/")  # otherwise this process could keep a folder or a mount busy
     with contextlib.suppress(psutil.Error, OSError, AttributeError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
     spare_from_oom()
 
 
 async def _main(fd: int, key: str, path: str, started: int) -> None:
-    """Listen under the run's name and serve. If the writer cannot start, reply with the reason.
+    """Listen under the run's name, and serve. If the writer cannot start, send the reason to the trainer.
 
-    `started`: start time of the trainer as in `ipc.heartbeat.Process`, because the trainer may have died since
+    `started`: start time of the trainer, as in `ipc.heartbeat.Process`; identifies it even if it has died since.
     """
     sock = socket.socket(fileno=fd)
     try:
@@ -117,9 +117,9 @@ def main() -> None:
     failpoints.process = "writer"
     logging.basicConfig(level=logging.WARNING, format="everystep writer: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # meant for the trainer; deadlines bound our exit
+        signal.signal(number, signal.SIG_IGN)  # meant for the trainer; deadlines bound the writer's exit
     _be_modest()
     gc.freeze()
     gc.enable()  # garbage collection was off during the imports
     asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))
-    os._exit(0)  # threads may still sit in a mutex
+    os._exit(0)  # do not wait for threads that may still be blocked in a mutex

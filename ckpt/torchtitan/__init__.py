@@ -1,8 +1,8 @@
 """The adapter for torchtitan: a checkpoint manager that saves every step and resumes from the last one.
 
-Input: what torchtitan's trainer passes to its checkpoint manager. Output: a manager with the same interface, which uses
-a `ckpt.Checkpointer` and saves weights in the layout that they have in memory. Only `internals` depends on torchtitan's
-internals; nothing here depends on the writer's.
+The manager has the same interface as torchtitan's own checkpoint manager. It uses a `ckpt.Checkpointer`, and saves
+weights in the layout that they have in memory. Only `internals` depends on torchtitan's internals. No module of this
+package depends on the writer's internals.
 """
 
 from ckpt.torchtitan.manager import CheckpointManager as CheckpointManager

@@ -13,9 +13,9 @@ from ckpt.store import normalise
 
 
 def fill(state: dict[str, Any], url: str, step: int | None = None, *, only: bool = False) -> Restored:
-    """Fill the state with the newest checkpoint of a run, or that of `step`. All ranks take part, and must see it.
+    """Fill the state from the newest checkpoint of a run, or that of `step`. All ranks must call this and see the run.
 
-    - `only`: ignore everything else in the checkpoint, and cast tensors of another dtype.
+    - `only`: True ignores entries of the checkpoint that the state does not have, and casts tensors of another dtype.
 
     Raises NoCheckpointError if there is none, MismatchError if it does not fit, CorruptError if all are damaged.
     """
@@ -27,5 +27,5 @@ def fill(state: dict[str, Any], url: str, step: int | None = None, *, only: bool
 
 
 def _entry(problem: str) -> str:
-    """Return the entry of the state that a problem is about: the text begins with its name."""
+    """Return the entry of the state that a problem is about, with whose name the text of the problem begins."""
     return problem.split(maxsplit=1)[0].split(".")[0].rstrip(":")

@@ -1,6 +1,6 @@
-"""Everything that depends on torchtitan's internals: the arguments of a checkpoint manager, and how to save its parts.
+"""Everything that depends on torchtitan's internals: the arguments of a checkpoint manager, and how to save them.
 
-It was written for the versions `KNOWN`. Other versions are refused at import, and so is one without a name used here.
+Importing it raises ImportError unless the version is in the range `KNOWN` and has every name that is used here.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ ANEW = f"exclude_from_loading=['{DATALOADER}'] starts the data from the beginnin
 
 
 class Weights:
-    """Parameters and persistent buffers of all parts of the model, with their names and their layout in memory.
-    torchtitan's own `state_dict()` is not called, because it gathers and splits fused weights on every rank."""
+    """The parameters and persistent buffers of all parts of the model, with their names and their layout in memory.
+    torchtitan's own `state_dict()` is not called, because on every rank it gathers and splits fused weights."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        """Raises UsageError for parts with state other than tensors, or with a name in common."""
+        """Raise UsageError if a part has state other than tensors, or if two parts have a tensor of the same name."""
         found: dict[str, Tensor] = {}
         homes: list[tuple[str, nn.Module, str]] = []
         for prefix, _, module in (one for part in parts for one in named_modules(part)):
@@ -75,19 +75,19 @@ class Weights:
         self._buffers = [(_owner(self.module, name), module, key) for name, module, key in homes]
 
     def refresh(self) -> None:
-        """Read the buffers again: a model may have replaced the tensor of one."""
+        """Read the buffers again, because the model may have replaced a buffer by another tensor."""
         for own, module, key in self._buffers:
             own[key] = module._buffers[key]
 
 
 def _owner(module: nn.Module, name: str) -> dict[str, Tensor | None]:
-    """Return the buffers of the module that contains the one with this name."""
+    """Return the buffers of the module that contains the buffer with this name."""
     return module.get_submodule(name.rpartition(".")[0])._buffers
 
 
 class Batches:
-    """The data loader of torchtitan. Each rank saves the position of its share of the data under the number of that
-    share. When the number of ranks has changed, each rank looks for its share in the states of all."""
+    """torchtitan's data loader. It divides the data into numbered parts, one per rank. Each rank saves its position
+    under the number of its part. If the number of ranks has changed, a rank finds its part in the states of all."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -103,7 +103,7 @@ class Batches:
             )
         try:
             self._loader.load_state_dict(state)
-        except AssertionError as error:  # the data cannot be divided among another number of ranks
+        except AssertionError as error:  # torchtitan cannot divide the data among another number of ranks
             raise UsageError(f"{error} {ANEW}") from error
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
@@ -114,7 +114,7 @@ class Batches:
 
 
 class NotLoaded:
-    """An entry that is saved, but not changed when others are loaded."""
+    """An entry that is saved, but stays unchanged when the other entries are restored."""
 
     def __init__(self, entry: Any) -> None:
         self._entry = entry
@@ -128,10 +128,10 @@ class NotLoaded:
 
 
 class Job:
-    """The arguments of one manager. `state`: what to save of them, under torchtitan's own names."""
+    """The arguments of a checkpoint manager. `state`: the objects to save, under torchtitan's own names."""
 
     def __init__(self, config: Any, folder: str, given: dict[str, Any]) -> None:
-        """`given`: all other keyword arguments of a manager. Raises UsageError for anything that cannot be saved."""
+        """`given`: all keyword arguments of the manager but the first two. Raise UsageError if one cannot be saved."""
         if config.create_seed_checkpoint:
             raise UsageError(
                 "ckpt.torchtitan does not create seed checkpoints: create one with torchtitan's own CheckpointManager, "
@@ -159,7 +159,7 @@ class Job:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The entry of the weights only."""
+        """A state with only the weights."""
         return {MODEL: self.state[MODEL]}
 
     def refresh(self) -> None:
@@ -167,7 +167,7 @@ class Job:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """A context for filling the state; at its end, entries that must not be loaded get their old values back."""
+        """Return a context in which the state is filled. At its end, entries not to be loaded get their old values."""
         self.refresh()
         before = [copy.deepcopy(one.state_dict()) for one in self._optimizers] if OPTIMIZER in self._left else []
         yield
@@ -181,13 +181,13 @@ class Job:
             return bool(own._load(-1))
 
     def export(self, step: int, folder: str) -> None:
-        """Write only weights to `folder`/step-`step`, as torchtitan's manager does at the end. All ranks take part."""
+        """Write only the weights to `folder`/step-`step`, like torchtitan's manager at the end. All ranks call this."""
         with self._theirs(folder) as own:
             own._save_last_step(step)
 
     @contextlib.contextmanager
     def _theirs(self, folder: str) -> Iterator[Any]:
-        """A context with torchtitan's own manager, which has a second, gathered copy of all fused weights."""
+        """Return a context with torchtitan's own manager. It needs memory for a gathered copy of all fused weights."""
         fields = {one.name for one in dataclasses.fields(BaseCheckpointManager.Config)}
         settings = {name: getattr(self._config, name) for name in fields}
         settings |= {"folder": folder, "keep_latest_k": 0, "exclude_from_loading": sorted(self._left - {RNG_ENTRY})}

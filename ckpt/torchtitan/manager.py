@@ -1,4 +1,4 @@
-"""A checkpoint manager for torchtitan. Its config replaces that of torchtitan's own one, and has the same fields."""
+"""A checkpoint manager for torchtitan. Its Config replaces that of torchtitan's own manager, and has all its fields."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ckpt.torchtitan.internals import BaseCheckpointManager, Job, filesystem, ty
 
 
 class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
-    """Keeps every step in memory that outlives the trainer, and saves every `interval`-th one to its folder and `also`.
+    """Stages every step in memory that outlives the trainer. Saves every `interval`-th step to its folder and `also`.
 
         checkpoint=ckpt.torchtitan.CheckpointManager.Config(enable=True, interval=500, also=["s3://bucket/run1"])
 
-    A restarted job resumes at its last step. torchtitan's trainer makes all the calls. The constructor raises
-    UsageError for anything that cannot be saved, and `load` for data that cannot be divided among these ranks.
+    A restarted job resumes at its last step. torchtitan's trainer calls all methods. The constructor raises UsageError
+    for state that cannot be saved, and `load` for data that cannot be divided among this number of ranks.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """The fields of torchtitan's `BaseCheckpointManager.Config`, and these."""
+        """The fields of torchtitan's `BaseCheckpointManager.Config`, and the following ones."""
 
         also: list[str] = field(default_factory=list)
         """Further folders or URLs to which every `interval`-th step is saved."""
 
         memory: Annotated[Memory, tyro.conf.Suppress] = field(default_factory=Memory)
-        """How steps are kept in memory."""
+        """Memory for the snapshots of every step; see `ckpt.Memory`."""
 
         arguments: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-        """Other arguments of `ckpt.Checkpointer`, for example {"options": ckpt.Options(metrics=9100)}."""
+        """Further arguments of `ckpt.Checkpointer`, for example {"options": ckpt.Options(metrics=9100)}."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **given: Any) -> None:
         self.enable, self.save_future = config.enable, None
@@ -50,7 +50,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._checkpointer = Checkpointer(self._job.state, places, memory=config.memory, **config.arguments)
 
     def _load(self, step: int = -1) -> bool:
-        """Load the last step, or the requested one. If there is none, load the initial state of the config."""
+        """Load the last step, or the requested one. If there is none, load the initial state in the config."""
         wanted = None if step == -1 else step
         with self._job.loading():
             if self._checkpointer is not None:
@@ -69,7 +69,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return bool(path or config.initial_load_in_hf) and self._job.load_from_theirs()
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Return True if this step is saved to a folder. If it is the last one, it is complete there on return."""
+        """Save a step. Return True if it is saved to a folder. On return, the job's last step is complete there."""
         config, checkpointer = self._config, self._checkpointer
         if checkpointer is None:
             return False
@@ -85,13 +85,13 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return first or last_step or curr_step % config.interval == 0
 
     def _maybe_wait_for_staging(self) -> None:
-        """Does nothing, because each step of an optimizer waits for copies of what it changes."""
+        """Do nothing, because an optimizer's step itself waits for copies of the tensors that it changes."""
 
     def _wait_for_saving(self) -> None:
-        """Does nothing: training does not wait for uploads."""
+        """Do nothing, because training does not wait for uploads."""
 
     def _close(self) -> None:
-        """Also called while an exception propagates: then it does not wait for other ranks."""
+        """Close the Checkpointer. While an exception propagates, do not wait for other ranks."""
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.__exit__(*sys.exc_info())

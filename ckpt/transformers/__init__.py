@@ -1,7 +1,7 @@
 """Save every step of a Hugging Face Trainer and restore it: a callback, and an export to its folders.
 
-Input: a Trainer and its events. Output: calls of `ckpt.Checkpointer`. It does not depend on internals of the writer or
-the core.
+The callback turns the events of a Trainer into calls of `ckpt.Checkpointer`. This package does not depend on internals
+of the writer or the core.
 """
 
 from typing import TYPE_CHECKING, Any

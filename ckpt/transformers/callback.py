@@ -5,14 +5,14 @@
 
     python -m ckpt.transformers s3://bucket/run1 --to exports/run1     # for from_pretrained()
 
-A step is saved when everything that belongs to it is done: immediately, or after logging and evaluation if these are
-scheduled. A run killed in an evaluation restarts one step before it and evaluates again; one killed while gradients are
-accumulated restarts at the last optimizer step. From there, losses, weights and the Trainer's own log are bit for bit
-those of an uninterrupted run.
+A step is saved when all work of the step is done: immediately, or after logging and evaluation if these are scheduled.
+A run that is killed in an evaluation restarts one step earlier and evaluates again. A run that is killed while
+gradients are accumulated restarts at the last optimizer step. From the restored step on, losses, weights and the
+Trainer's own log are bit for bit those of an uninterrupted run.
 
-The sampler determines the order of examples; examples already trained on are skipped there without reading them. Random
-numbers that a dataset or collator draws (random masks) are not repeated for prefetched batches and in workers; a
-warning is logged. A stream (IterableDataset) is read again up to the position.
+The sampler determines the order of examples. After a restart, it skips the examples that were used without reading
+them. Random numbers that a dataset or collator draws (random masks) are not repeated for prefetched batches and in
+workers; a warning is logged. A stream (IterableDataset) is read again from its beginning up to the position.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ METRIC = (
     "top_k",
 )
 MEANT = dict.fromkeys(METRIC, BEST)
-WATCHED = 8  # steps in which reading batches is checked for drawing random numbers
+WATCHED = 8  # number of steps in which it is checked whether reading batches draws random numbers
 FINISHED = (
     "nothing to do: the run in %s finished at step %d. Raise num_train_epochs, max_steps or the patience to continue, "
     "or give the callback another location for a new run"
@@ -71,12 +71,12 @@ __all__ = ["CheckpointCallback"]
 class CheckpointCallback(TrainerCallback):
     """Saves a Trainer's run while it trains, and restores it when the same script is started again.
 
-    Callbacks with a state (`ExportableState`) get it back. Arguments that they were created with, and that training did
-    not change, stay as in this script, unless TrainingArguments has `restore_callback_states_from_checkpoint=True`.
-    `checkpointer`: the Checkpointer, while training; `restored`: what was restored, once training has begun;
-        `full_bytes`,
-    `stored_bytes`: size of parameters and buffers. train() raises MismatchError if the script has changed, and
-        UsageError if something else resumed the Trainer at a later step.
+    Callbacks with a state (`ExportableState`) get their state back. Arguments with which they were created stay as in
+    this script, unless training changed them or TrainingArguments has `restore_callback_states_from_checkpoint=True`.
+    `checkpointer`: the Checkpointer, during training. `restored`: the result of the restore, once training has begun.
+        `full_bytes`: size of all parameters and buffers. `stored_bytes`: size of those that are saved. train() raises
+        MismatchError if the script has changed, and UsageError if the Trainer was resumed at a later step in another
+        way.
     """
 
     @public_function
@@ -97,16 +97,16 @@ class CheckpointCallback(TrainerCallback):
 
         - `tiers`: folder, URL, `ckpt.Tier`, or a list of these, nearest first. None keeps steps in memory only.
         - `memory`: see `ckpt.Checkpointer`.
-        - `every`, `keep`: for tiers given as strings: optimizer steps between checkpoints (default 100), a time
-          ("10min") or "auto"; and how many to keep (default "all"). Memory has every step.
-        - `best`: for example `ckpt.Best("eval_loss", keep=3)`: also keep the three best of the evaluated steps.
-        - `strict`: False restores the entries that fit if model, optimizer or data have changed. Default True.
-        - `only_trained`: True omits frozen parameters, which `from_pretrained` loads; their digest is kept, and another
-          base is rejected. Default: True for a PeftModel.
-        - `state`: further objects by names of your own: `{"ema": ema}` for a module, an optimizer, or an object with
-          `state_dict()` and `load_state_dict()`. It is read when training begins.
-        - All other keywords are those of `ckpt.Checkpointer`, for example `triggers` and `options`. Unknown ones raise
-          InvalidArgumentError with a suggestion.
+        - `every`: save interval of tiers given as strings: optimizer steps (default 100), a time ("10min") or "auto".
+          `keep`: number of checkpoints that each of these tiers keeps (default "all"). Memory gets every step.
+        - `best`: for example `ckpt.Best("eval_loss", keep=3)` also keeps the three best of the evaluated steps.
+        - `strict`: False restores only the entries that fit, if model, optimizer or data have changed. Default True.
+        - `only_trained`: True omits frozen parameters, which `from_pretrained` loads. Their digest is saved, and a
+          restart with another base model is rejected. Default: True for a PeftModel, else False.
+        - `state`: further objects to save, by your own names: `{"ema": ema}` for a module, an optimizer, or an object
+          with `state_dict()` and `load_state_dict()`. The dict is read when training begins.
+        - All other keywords are those of `ckpt.Checkpointer`, for example `triggers` and `options`. An unknown keyword
+          raises InvalidArgumentError with a suggestion.
         """
         check_keywords(CheckpointCallback, arguments, MEANT)
         self._memory, self._tiers = as_tiers(tiers, memory, every, keep)
@@ -114,25 +114,25 @@ class CheckpointCallback(TrainerCallback):
         self._best, self._said_missing = best, False
         self._further = check_further(state)
         self._watched_modules: ModuleWatch | None = None
-        self._measured: dict[str, Any] = {}  # of the step that is not saved yet
+        self._measured: dict[str, Any] = {}  # metrics of the step that is not saved yet
         self.checkpointer: Checkpointer | None = None
         self.restored: Restored | None = None
         self.full_bytes = self.stored_bytes = 0
         self._last = _Last(self)
         self._progress: trainer_internals.TrainerProgress | None = None
         self._rewind: trainer_internals.Rewind | None = None
-        self._pending = False  # a step was done and is not saved yet
+        self._pending = False  # True if a step was completed and is not saved yet
         self._latest: Save | None = None
         self._thread = 0
-        self._numbers: dict[str, Any] | None = None  # random numbers to set
+        self._numbers: dict[str, Any] | None = None  # state of random numbers to set at the next opportunity
         self._paused = contextlib.ExitStack()
         self._watch = WATCHED
         self._drawn: list[Any] | None = None
         self._run_batch_size: int | None = (
-            None  # of the run's newest step, while `auto_find_batch_size` goes down to it
+            None  # batch size of the run's newest step, while `auto_find_batch_size` reduces the batch size to it
         )
 
-    # -- the beginning --
+    # -- begin --
 
     @public_function
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -141,8 +141,8 @@ class CheckpointCallback(TrainerCallback):
             self._enclose(trainer)
 
     def _enclose(self, trainer: Trainer) -> None:
-        """Place this callback first, so that others find the state restored, and its helper last, after all
-        requests."""
+        """Place this callback first, so that the other callbacks find the state restored. Place its helper last, so
+        that it sees the requests of all callbacks."""
         handler = trainer.callback_handler
         others = [one for one in handler.callbacks if one is not self and one is not self._last]
         if any(isinstance(one, CheckpointCallback) for one in others):
@@ -215,7 +215,7 @@ class CheckpointCallback(TrainerCallback):
         return state
 
     def _deepspeed_state(self, trainer: Trainer, progress: trainer_internals.TrainerProgress) -> dict[str, Any]:
-        """Return the state with DeepSpeed, whose engine has weights, optimizer and schedule."""
+        """Return the state when DeepSpeed is used. Its engine has the weights, the optimizer and the schedule."""
         from ckpt.deepspeed.attach import entries
 
         if self._only_trained:
@@ -236,7 +236,7 @@ class CheckpointCallback(TrainerCallback):
         control: TrainerControl,
     ) -> None:
         assert self.checkpointer is not None
-        theirs = state.global_step  # above 0: the Trainer has resumed by itself
+        theirs = state.global_step  # above 0 if the Trainer has resumed by itself
         step = self.checkpointer.restore(default=theirs, strict=self._strict)
         self.restored = self.checkpointer.last_restore
         saved = progress.saved
@@ -270,7 +270,7 @@ class CheckpointCallback(TrainerCallback):
             self._report_resume(trainer, step)
         if trainer.args.ignore_data_skip:
             batches = 0
-        progress.epoch -= 1  # on_epoch_begin is called for it again
+        progress.epoch -= 1  # on_epoch_begin will be called again for this epoch
         self._rewind = trainer_internals.Rewind(
             trainer, theirs // each, epoch, batches, progress.put_flags, step > progress.epoch_began
         )
@@ -284,7 +284,7 @@ class CheckpointCallback(TrainerCallback):
     def _where(self) -> str:
         return next((one.url for one in self._tiers), "memory")
 
-    # -- every step --
+    # -- training --
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._paused.close()
@@ -323,7 +323,7 @@ class CheckpointCallback(TrainerCallback):
         self._numbers = None
 
     def made_step(self, state: TrainerState, control: TrainerControl) -> None:
-        """Save the step now, unless callbacks have requested more after it."""
+        """Save the step now, unless a callback has requested logging or an evaluation after it."""
         self._pending = True
         if not (_due(control) or control.should_training_stop or control.should_epoch_stop or _epoch_over(state)):
             self._save(state.global_step)
@@ -337,13 +337,13 @@ class CheckpointCallback(TrainerCallback):
         if self._pending and progress is not None:
             if _epoch_over(state):
                 progress.begin(progress.epoch + 1, state.global_step)
-                progress.epoch, progress.ahead = progress.epoch - 1, 1  # it has not begun yet
+                progress.epoch, progress.ahead = progress.epoch - 1, 1  # the next epoch has not begun yet
             if control.should_training_stop and not _due(control):
                 self._save(state.global_step)
             self._pause(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._numbers is not None:  # the epoch had no remaining batches
+        if self._numbers is not None:  # no batch of the epoch remained, so no step has set them
             self._set_numbers()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -352,10 +352,10 @@ class CheckpointCallback(TrainerCallback):
             self._progress.summary = 1
             self._save(state.global_step)
         if summary and args.load_best_model_at_end and self._latest is not None:
-            self._latest._wait_copied()  # the best weights are about to replace the last ones
+            self._latest._wait_copied()  # the Trainer is about to load the best weights over the current ones
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        if self._pending:  # otherwise it does not belong to this training, or was saved before
+        if self._pending:  # otherwise the evaluation is not part of the training, or the step is already saved
             self._measured |= given.get("metrics") or {}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -387,7 +387,7 @@ class CheckpointCallback(TrainerCallback):
         self._measured = {}
 
     def _score(self, best: Best, step: int) -> None:
-        """Score a step. As for `metric_for_best_model`, the name may omit "eval_"."""
+        """Give a step its score. The name may omit "eval_", as in `metric_for_best_model`."""
         value = self._measured.get(best.monitor, self._measured.get(f"eval_{best.monitor}"))
         if value is not None and self.checkpointer is not None:
             self.checkpointer.score(step, value)
@@ -407,21 +407,21 @@ class CheckpointCallback(TrainerCallback):
             old.close()
 
 
-_open: list[CheckpointCallback] = []  # callbacks whose training has not ended
+_open: list[CheckpointCallback] = []  # callbacks whose training has begun and not ended
 
 
 def _end_those_left() -> None:
-    """End trainings that an exception has stopped, which no callback is notified of. A notebook may use the run
-    again."""
+    """End trainings that an exception has stopped, because the Trainer then calls no callback. A notebook may use the
+    run again."""
     under_way = list(trainer_internals.calling_trainers())
     for one in [one for one in _open if one._thread == threading.get_ident()]:
         if one._progress is not None and not any(one._progress.trainer is trainer for trainer in under_way):
-            with contextlib.suppress(CheckpointError):  # the run is over
+            with contextlib.suppress(CheckpointError):  # nothing depends on this run any longer
                 one._end()
 
 
 class _Last(TrainerCallback):
-    """Runs after all other callbacks."""
+    """The helper of a CheckpointCallback that runs after all other callbacks."""
 
     def __init__(self, owner: CheckpointCallback) -> None:
         self._owner = owner

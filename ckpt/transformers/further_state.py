@@ -1,12 +1,12 @@
-"""State that TRL, PEFT and the user's own objects keep next to the Trainer.
+"""State that TRL, PEFT and the user's own objects have in addition to that of the Trainer.
 
-    FurtherState.state_dict()   attributes of known classes, which the checkpoint carries with the Trainer's progress
+    FurtherState.state_dict()   attributes of known classes, saved with the Trainer's progress
     further_modules(trainer)    modules of known classes that training changes, saved as entries of the state
-    ModuleWatch.changed()       other modules that training changes, for a warning
+    ModuleWatch.changed()       other modules that training changes, which are not saved; for a warning
 
 TRL's trainers count steps and tokens, collect metrics between two log entries, and reuse generated completions for
-several optimizer steps. PEFT's AdaLoRA and AdaMSS rank weights by averages of their gradients. None of these is in the
-`state_dict()` of model, optimizer or TrainerState. Names from TRL 1.16 and PEFT 0.19.
+several optimizer steps. PEFT's AdaLoRA and AdaMSS rank weights by averages of their gradients. This state is not in the
+`state_dict()` of model, optimizer or TrainerState. The names of attributes are those of TRL 1.16 and PEFT 0.19.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COUNTERS = (
     "_step",
     "_total_train_tokens",
     "_current_train_step_time",
-    "entropy_coef",  # with the next one: GRPO's adaptive entropy bonus
+    "entropy_coef",  # state of GRPO's adaptive entropy bonus, like the next attribute
     "_last_world_entropy",
 )
 METRICS, GENERATED = "_metrics", "_buffered_inputs"
@@ -40,8 +40,8 @@ OURS = frozenset({"model", "optimizer", "scheduler", "scaler", "rng", "trainer",
 
 
 def check_further(state: object) -> dict[str, object]:
-    """Return the user's `state=` as a dict. Raise InvalidArgumentError for other types and for names that the callback
-    uses.
+    """Return the user's `state=` as a dict. Raise InvalidArgumentError for another type, or for a name that the
+    callback uses itself.
     """
     if state is None:
         return {}
@@ -55,7 +55,7 @@ def check_further(state: object) -> dict[str, object]:
 
 
 def further_modules(trainer: Trainer) -> dict[str, nn.Module]:
-    """Return the modules of known trainers that training changes: TRL's reference model with `sync_ref_model=True`."""
+    """Return the modules of known trainers that training changes, such as TRL's reference model (`sync_ref_model`)."""
     reference = getattr(trainer, "ref_model", None)
     if getattr(trainer.args, "sync_ref_model", False) and isinstance(reference, nn.Module):
         return {"ref_model": reference}
@@ -63,7 +63,7 @@ def further_modules(trainer: Trainer) -> dict[str, nn.Module]:
 
 
 class FurtherState:
-    """Attributes of TRL's trainers and PEFT's AdaLoRA and AdaMSS, which belong to one rank."""
+    """Attributes of TRL's trainers and of PEFT's AdaLoRA and AdaMSS. Each rank has its own values."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
@@ -136,7 +136,7 @@ def allocator_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def _adalora(trainer: Any) -> tuple[Any, Any] | None:
-    """Return the rank allocator of an AdaLoRA model and the configuration that it changes, if the model is one."""
+    """Return the rank allocator of an AdaLoRA model, and the configuration that the allocator changes, or None."""
     peft = sys.modules.get("peft")
     base = getattr(unwrap(trainer.model_wrapped), "base_model", None)
     if peft is None or not isinstance(base, peft.AdaLoraModel) or not hasattr(base, "rankallocator"):
@@ -145,14 +145,14 @@ def _adalora(trainer: Any) -> tuple[Any, Any] | None:
 
 
 def _adamss(trainer: Any) -> dict[str, Any]:
-    """Return the layers of an AdaMSS model by name. They have lists of averages by adapter."""
+    """Return the layers of an AdaMSS model by name. Each layer has lists of averages for each adapter."""
     kind: Any = getattr(sys.modules.get("peft.tuners.adamss.layer"), "AdamssLayer", ())
     modules = named_modules(unwrap(trainer.model_wrapped)) if kind else ()
     return {name: one for name, _, one in modules if isinstance(one, kind)}
 
 
 def _is_plain(value: object) -> bool:
-    """Return True for tensors, text, numbers, None, and lists, tuples and dicts of them."""
+    """Return True for tensors, text, numbers and None, and for lists, tuples and dicts of such values."""
     if isinstance(value, Mapping):
         return type(value) is dict and all(type(k) is str and _is_plain(v) for k, v in value.items())
     if isinstance(value, (list, tuple)):
@@ -171,20 +171,20 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 class ModuleWatch:
-    """Finds modules and lists of weights that training changes and the checkpoint does not contain. A copy with
-    averaged weights, for example, is often an attribute of the trainer or of a callback, which may create it during
-    training. Torch counts each write to a tensor, and the sum of the counters tells whether there was one."""
+    """Finds modules and lists of weights that training changes and the checkpoint does not contain. For example, a copy
+    with averaged weights is often an attribute of the trainer or of a callback, and may be created during training.
+    torch counts the writes to each tensor, so a change of the sum of these counters means that there was a write."""
 
     def __init__(self, trainer: Trainer, saved: Mapping[str, object]) -> None:
         parts = [part for one in (trainer.model, trainer.model_wrapped, *saved.values()) for part in _parts(one)]
         self._known, self._shapes = {id(part) for part in parts}, {part.shape for part in parts if part.dim()}
         self._trainer, self._saved = trainer, {id(one) for one in saved.values()}
-        self._seen: dict[str, object] = {}  # by name, the object that has it
+        self._seen: dict[str, object] = {}  # for each name, the object that has the attribute
         self._counts: dict[str, object] = {}
         self._find()
 
     def _find(self) -> None:
-        """Watch attributes that are new since the last call."""
+        """Begin to watch the attributes that are new since the last call."""
         for owner in (self._trainer, *_callbacks(self._trainer)):
             if id(owner) in self._saved:
                 continue
@@ -199,7 +199,7 @@ class ModuleWatch:
                     self._counts[name] = _writes(value)
 
     def changed(self) -> list[str]:
-        """Return the names of those that were written to since they were found, each once."""
+        """Return the names of the values that were written to since they were found. Return each name once."""
         now = {name: getattr(self._seen[name], name.rpartition(".")[2], None) for name in self._counts}
         found = [name for name, value in now.items() if _writes(value) != self._counts[name]]
         for name in found:
@@ -213,7 +213,7 @@ def _callbacks(trainer: Trainer) -> list[Any]:
 
 
 def _parts(value: object) -> list[Tensor]:
-    """Return the parameters of a module, or all values of a list or dict that has only tensors."""
+    """Return the parameters of a module, or the values of a list or dict if all of them are tensors."""
     if isinstance(value, nn.Module):
         return list(value.parameters())
     several = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []

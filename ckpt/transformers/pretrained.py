@@ -1,7 +1,7 @@
-"""Export a run to a folder for `from_pretrained`, and collect what that needs during training.
+"""Export a run to a folder for `from_pretrained`, and collect during training the files that this needs.
 
-Weights alone are not enough: a run also stores the other files of a hub folder (config.json, the tokenizer,
-adapter_config.json) and the names of its tensors there. Tensors are read in windows, as in `ckpt export`.
+`from_pretrained` needs more than weights. So a run also stores the other files of a hub folder (config.json, the
+tokenizer, adapter_config.json), and the names that tensors have in such a folder. Tensors are read in windows.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from ckpt.tools.convert.source import Origin, RankView
 from ckpt.tools.convert.source_run import checkpoint_of
 from ckpt.tools.convert.to_safetensors import cast_to, plan, prefix_of, weights_of
 
-LONG = 4096  # characters; longer texts are stored as bytes, which need no encoding at every step
-MOST = 32 << 20  # most bytes of a tokenizer that is stored with every checkpoint
-CHUNK = 64 << 20  # bytes of a tensor per digest step
+LONG = 4096  # characters; longer texts are stored as bytes, so that they are not encoded at every step
+MOST = 32 << 20  # maximum bytes of a tokenizer, because it is stored with every checkpoint
+CHUNK = 64 << 20  # bytes of a tensor that are digested at a time
 WINDOW = 16 << 20
-PROMPT = "prompt_embeddings"  # peft's name for the prompts of all methods that learn prompts
+PROMPT = "prompt_embeddings"  # name that peft gives the prompts of every method that learns prompts
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-REWRITING = ("pissa_niter", "corda", "lora_ga")  # values of `init_lora_weights`
+REWRITING = ("pissa_niter", "corda", "lora_ga")  # values of `init_lora_weights` that change weights of the base model
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The other files of a hub folder.
+    """The files of a hub folder that are not weights.
 
-    `names`: for each tensor of an adapter, its name in the state. `further`: returns the tensors of an adapter that the
-        model's state does not have. `missing`: tensors that only peft can compute.
+    `names`: for each tensor of an adapter, its name in the state. `further`: returns the tensors of an adapter that are
+        not in the model's state. `missing`: tensors that only peft can compute.
     """
 
     files: Mapping[str, str]
@@ -73,7 +73,7 @@ class Pretrained:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the values of this start are newer."""
+        """Do nothing, because the files of the current start are newer."""
 
 
 def _packed(text: str) -> str | np.ndarray[Any, Any]:
@@ -84,7 +84,7 @@ def _text(packed: Any) -> str:
     return packed if isinstance(packed, str) else packed.tobytes().decode()
 
 
-# -- while it is trained --
+# -- during training --
 
 
 def is_adapter(model: nn.Module) -> bool:
@@ -94,19 +94,19 @@ def is_adapter(model: nn.Module) -> bool:
 
 
 def unused(model: nn.Module) -> tuple[str, ...]:
-    """Return prefixes of modules that PEFT replaces by trained copies. The original of a new head has random weights,
-    different ones in each process, and no forward reads them."""
+    """Return the prefixes of modules that PEFT replaces by trained copies. Such an original, for example of a new head,
+    has random weights that differ in each process, and no forward reads them."""
     wrapper: Any = getattr(sys.modules.get("peft.utils.other"), "ModulesToSaveWrapper", ())
     return tuple(f"{name}.original_module." for name, _, one in named_modules(model) if isinstance(one, wrapper))
 
 
 def adapter_tensors(model: Any, adapter: str | None = None) -> dict[str, Tensor]:
-    """Return the live tensors that `save_pretrained` would write for an adapter, under its names. `adapter`: name, by
-    default the active one."""
+    """Return the live tensors that `save_pretrained` would write for an adapter, under its names. `adapter`: name of
+    the adapter, by default the active one."""
     from peft import get_peft_model_state_dict
 
     live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    vars(model)["get_prompt_embedding_to_save"] = partial(_prompt, model)  # peft's own may change the training
+    vars(model)["get_prompt_embedding_to_save"] = partial(_prompt, model)  # peft's own method may change the training
     try:
         name = adapter or _active(model)
         found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=live, adapter_name=name)
@@ -114,7 +114,7 @@ def adapter_tensors(model: Any, adapter: str | None = None) -> dict[str, Tensor]
         del vars(model)["get_prompt_embedding_to_save"]
     plain = {raw_name: name for name, raw_name, _ in named_modules(model)}
     split = splitter(plain)
-    parts = {key: split(key) for key in found}  # peft keeps the names of compiled layers
+    parts = {key: split(key) for key in found}  # remove torch.compile's prefixes, which peft keeps in names
     return {key if part is None else f"{plain[part[0]]}.{part[1]}": found[key] for key, part in parts.items()}
 
 
@@ -124,7 +124,7 @@ def _active(model: Any) -> str:
 
 
 def pretrained(model: nn.Module, processing: Any) -> Pretrained:
-    """Return the other files of a hub folder of this model. `processing`: its tokenizer or processor, if any."""
+    """Return the files of a hub folder for this model. `processing`: the Trainer's tokenizer or processor, if any."""
     with tempfile.TemporaryDirectory() as folder:
         adapter: dict[str, Any] = {}
         if is_adapter(model):
@@ -144,7 +144,7 @@ def pretrained(model: nn.Module, processing: Any) -> Pretrained:
 
 
 def _adapter(model: Any) -> dict[str, Any]:
-    """Return where to find the tensors of an adapter, as arguments of `Pretrained`."""
+    """Return the arguments of `Pretrained` that state where the tensors of an adapter are found."""
     called = {id(t): n for n, t in (*named_buffers(model).items(), *named_parameters(model).items())}
     found = adapter_tensors(model)
     names = {key: called[id(t)] for key, t in found.items() if id(t) in called}
@@ -160,19 +160,19 @@ def _adapter(model: Any) -> dict[str, Any]:
 
 
 def _prompt_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of all encoders of a PeftModel for prompt learning."""
+    """Return the parameters of all prompt encoders of a PeftModel, or [] for another model."""
     encoders = model._modules.get("prompt_encoder") if is_adapter(model) else None  # peft forwards other attributes
     return [] if encoders is None else list(encoders.parameters())
 
 
 def _prompt(model: Any, name: str) -> Tensor:
-    """Return the prompt that `save_pretrained` would compute. Use a copy of the encoder without dropout, because some
-    encoders change their weights in each forward (CPT) or draw random numbers."""
+    """Return the prompt that `save_pretrained` would compute. It is computed by a copy of the encoder without dropout,
+    because some encoders change their weights in each forward (CPT) or draw random numbers."""
     encoder = copy.deepcopy(model.prompt_encoder[name]).eval()
     copied = SimpleNamespace(
         prompt_encoder={name: encoder}, prompt_tokens=model.prompt_tokens, peft_config=model.peft_config
     )
-    with torch.enable_grad():  # an LSTM rounds in another way without
+    with torch.enable_grad():  # as in peft: without gradients, an LSTM rounds in another way
         prompt: Tensor = type(model).get_prompt_embedding_to_save(copied, name)
     return prompt
 
@@ -192,14 +192,14 @@ def _save_config(model: Any, folder: str) -> None:
 
 def _save_adapter_config(model: Any, folder: str) -> None:
     config = copy.deepcopy(model.peft_config[_active(model)])
-    config.inference_mode = True  # like save_pretrained
+    config.inference_mode = True  # as save_pretrained does
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None)
     config.save_pretrained(folder)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of names, shapes and every bit."""
+    """Return a digest of the names, dtypes, shapes and all bytes of these tensors."""
     total = []
     for name, tensor in sorted(tensors.items()):
         check_memory(local(tensor), (name,))
@@ -209,7 +209,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return chunk_digest(b"\n".join(total)).hex()
 
 
-# -- afterwards --
+# -- export --
 
 
 def export_pretrained(
@@ -223,9 +223,9 @@ def export_pretrained(
     """Write the newest checkpoint of a run, or that of `step`, as a folder for `from_pretrained`.
 
     Load it with `AutoModelForX.from_pretrained(folder)`, or `PeftModel.from_pretrained(base, folder)` for an adapter.
-    `dtype`: "bf16", "fp16" or "fp32" to cast. The tokenizer is included if the Trainer had it. `on_bytes`: called with
-        the number of bytes written. Raises UsageError if the folder exists or the run has no such model, and
-        CorruptError if the bytes read are damaged.
+    `dtype`: "bf16", "fp16" or "fp32" to cast the weights. `on_bytes`: called with the number of bytes written. The
+        tokenizer is included if the Trainer had one. Raises UsageError if the folder exists, or if the run has no model
+        of transformers or peft; CorruptError if the bytes read are damaged.
     """
     path = local_path(str(folder))
     check_target(path)
@@ -285,7 +285,7 @@ def _plan(origin: Origin, files: dict[str, str], names: dict[str, str] | None, d
 
 
 def _renamed(view: RankView, names: Mapping[str, str]) -> RankView:
-    """Rename an adapter's tensors to peft's names."""
+    """Rename the tensors of an adapter to the names that peft uses."""
     found = {}
     for key, name in names.items():
         label = view.tensors.get(view.aliases.get(name, name))
@@ -296,7 +296,7 @@ def _renamed(view: RankView, names: Mapping[str, str]) -> RankView:
 
 
 def _with_dtype(config: str, view: RankView, dtypes: Mapping[str, str]) -> str:
-    """Set the dtype in the config, in which from_pretrained() creates the model."""
+    """Set the dtype in the config, because from_pretrained() creates the model with this dtype."""
     kinds = {dtypes[label] for label in view.tensors.values()} & FLOATS.keys()
     values = json.loads(config)
     if len(kinds) == 1:
@@ -319,20 +319,20 @@ def _beside(files: Mapping[str, str], finish: Callable[[Path, Sums], None]) -> C
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """Return trained parameters, all tensors of adapters, and buffers, which training may change. Inactive adapters
-    count too: TRL creates one as the reference, with random weights. So do weights of the base that PEFT has
-    rewritten, see `_rewritten`."""
+    """Return the tensors that training may change: trained parameters, all tensors of adapters, and buffers. Inactive
+    adapters count too, because TRL creates one as the reference, with random weights. So do weights of the base model
+    that PEFT has changed, see `_rewritten`."""
     adapted: Any = model
     names = list(adapted.peft_config) if is_adapter(model) else []
     adapter = {id(t) for name in names for t in adapter_tensors(model, name).values()} | _rewritten(model, names)
-    adapter |= {id(parameter) for parameter in _prompt_parameters(model)}  # cartridges have frozen ones
+    adapter |= {id(parameter) for parameter in _prompt_parameters(model)}  # some methods have frozen parameters here
     kept = {n: p for n, p in named_parameters(model).items() if p.requires_grad or id(p) in adapter}
     return named_buffers(model) | kept
 
 
 def _rewritten(model: nn.Module, names: Sequence[str]) -> set[int]:
-    """Return the ids of weights of the base that PEFT changes when it creates a LoRA adapter, by what it draws or
-    measures in that process. The next process changes them in another way."""
+    """Return the ids of the base model's weights that PEFT changes when it creates a LoRA adapter. The change depends
+    on random numbers or measurements of that process, so the next process would change them in another way."""
     configs = [(name, getattr(cast(Any, model).peft_config[name], "init_lora_weights", None)) for name in names]
     changing = {name for name, init in configs if isinstance(init, str) and init.startswith(REWRITING)}
     modules: Iterator[Any] = (one for _, _, one in named_modules(model))
@@ -341,5 +341,5 @@ def _rewritten(model: nn.Module, names: Sequence[str]) -> set[int]:
 
 
 def nbytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes of tensors, shared memory counted once."""
+    """Return the total bytes of these tensors. A tensor with several names counts once."""
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors.values()}.values())

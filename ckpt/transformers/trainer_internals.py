@@ -1,8 +1,8 @@
-"""Access to internals of transformers' Trainer that resuming in the middle of training needs.
+"""Access to the internals of transformers' Trainer that are needed to resume in the middle of training.
 
-A callback does not receive the Trainer, and the start of its loop cannot be set from outside. The non-public names used
-are `_run_epoch`, which runs one epoch and can skip what a checkpoint has done, and the sum of losses not logged yet.
-Tested with transformers 5.23; missing names of another version raise an error immediately.
+A callback does not receive the Trainer, and a caller cannot set where the Trainer's loop starts. The non-public names
+used are `_run_epoch`, which runs one epoch and can skip completed steps, and the sum of losses that are not logged yet.
+Tested with transformers 5.23. If another version lacks a name, an error is raised when training begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers.further_state import FurtherState
 from ckpt.units import count_of
 
-logger = logging.get_logger("transformers.everystep")  # the Trainer's own messages are shown there
+logger = logging.get_logger("transformers.everystep")  # a child of the logger that shows the Trainer's own messages
 trainer_logger = logging.get_logger("transformers.trainer")
 
 PRIVATE = (
@@ -40,7 +40,7 @@ PRIVATE = (
     "_initial_global_step",
     "_train_batch_size",
 )
-NOWHERE = "/dev/null"  # path of a checkpoint that does not exist, so that the Trainer's loop resumes
+NOWHERE = "/dev/null"  # a path without a checkpoint; passing it makes the Trainer's loop skip completed batches
 KEPT = (
     "epoch",
     "global_step",
@@ -50,7 +50,7 @@ KEPT = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Of TrainerState. The rest follows from the arguments of this start, or is restored elsewhere (log_history)."""
+"""Attributes of TrainerState that are saved. The script's arguments determine the others, except for log_history."""
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -61,12 +61,12 @@ def warn_once(trainer: Trainer, text: str, *values: object) -> None:
 
 
 def calling_trainer() -> Trainer | None:
-    """Return the Trainer that is calling this callback."""
+    """Return the Trainer that is calling this callback, or None."""
     return next(calling_trainers(), None)
 
 
 def calling_trainers() -> Iterator[Trainer]:
-    """Yield the Trainers that have a method on this thread's stack."""
+    """Yield the Trainers whose methods are on this thread's stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -76,7 +76,7 @@ def calling_trainers() -> Iterator[Trainer]:
 
 
 def check(trainer: Trainer) -> None:
-    """Raise UsageError if a callback cannot resume this Trainer."""
+    """Raise UsageError if a callback cannot resume a training of this Trainer."""
     missing = [name for name in PRIVATE if not hasattr(trainer, name)]
     if missing:
         raise UsageError(f"the Trainer of this version of transformers has no {', '.join(missing)}: use 5.23")
@@ -85,19 +85,19 @@ def check(trainer: Trainer) -> None:
 
 
 def reduce_batch_size(trainer: Trainer, size: int) -> None:
-    """Make `auto_find_batch_size` try a smaller batch size, unless it is `size` or less. Raises what the Trainer treats
-    as an out-of-memory error, which is the only way to make it start over."""
+    """Make `auto_find_batch_size` try a smaller batch size, unless the current one is `size` or less. To do so, raise
+    an error that the Trainer takes for an out-of-memory error, because nothing else makes it start again."""
     if trainer._train_batch_size > size:
         raise RuntimeError(f"CUDA out of memory. (Not really: the run in progress uses a batch size of {size}.)")
 
 
 class Rewind:
-    """Make the loop that is about to start continue at an epoch and a batch of it. If the epoch is None, none runs.
+    """Makes the Trainer's loop continue at a batch of an epoch. If `epoch` is None, no epoch runs.
 
-    Skip epochs without calling callbacks for them, and skip the evaluation before the first step (`eval_on_start`).
+    Epochs before it are skipped without callbacks, and so is the evaluation before the first step (`eval_on_start`).
 
     put_flags: restores requires_grad after the callbacks' `on_train_begin`, and after `on_epoch_begin` if `begun`.
-    begun: the epoch had begun when the state was saved.
+    begun: True if the epoch had begun when the state was saved.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Rewind:
 
 
 def losses(trainer: Trainer) -> dict[str, Any]:
-    """Return the values from which the next log entry and the summary are made."""
+    """Return the sums from which the Trainer computes the next log entry and the summary."""
     return {
         "flos": float(trainer.current_flos),
         "last_logged": int(trainer._globalstep_last_logged),
@@ -160,14 +160,14 @@ def losses(trainer: Trainer) -> dict[str, Any]:
 def set_losses(trainer: Trainer, saved: dict[str, Any]) -> None:
     trainer.current_flos = saved["flos"]
     trainer._globalstep_last_logged = saved["last_logged"]
-    trainer._total_loss_scalar, trainer._initial_global_step = saved["total"], 0  # for the whole run
+    trainer._total_loss_scalar, trainer._initial_global_step = saved["total"], 0  # totals are those of the whole run
     trainer._tr_loss = saved["unlogged"].to(trainer.args.device)
 
 
 class CallbackStates:
-    """The states of callbacks (`ExportableState`) and the TrainerControl by class; several of one class in order. A
-    state has `attributes`, which training changes, and `args`, with which a callback is created. Many also keep
-    changing values in `args`. Unchanged ones belong to the script, so the original values are stored too."""
+    """The states of callbacks (`ExportableState`) and of the TrainerControl, by class, in order. A state has
+    `attributes`, which training changes, and `args`, with which the callback was created. Many callbacks also change
+    `args`. Unchanged ones belong to the script, so the initial values are stored too, to detect changes."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -181,7 +181,7 @@ class CallbackStates:
         return found
 
     def _read(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the current states, and store them in TrainerState for the Trainer's own checkpoints."""
+        """Return the current states. Store them in TrainerState as well, for the Trainer's own checkpoints."""
         states = {name: [one.state() for one in some] for name, some in self._live().items()}
         state: Any = self._trainer.state
         state.stateful_callbacks = {name: some[0] if len(some) == 1 else some for name, some in states.items()}
@@ -195,7 +195,7 @@ class CallbackStates:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the states into the existing callback objects."""
-        if "now" not in saved:  # from an older version, which stored only attributes
+        if "now" not in saved:  # an older version saved this, with only the attributes
             saved = {"now": {n: [{"attributes": one} for one in some] for n, some in saved.items()}, "made": {}}
         live = self._live()
         missing = [name for name in saved["now"] if name not in live]
@@ -214,7 +214,7 @@ class CallbackStates:
         given = one.state().get("args", {})
         every = self._trainer.args.restore_callback_states_from_checkpoint
         args = {k: v for k, v in state.get("args", {}).items() if every or k not in made or made[k] != v}
-        if isinstance(one, TrainerControl):  # a training that begins is not over; see `stopped_early`
+        if isinstance(one, TrainerControl):  # do not restore that training should stop; see `stopped_early`
             args.pop("should_training_stop", None)
         if any(k not in given or _plain(given).get(k) != v for k, v in args.items()):
             vars(one).update(vars(type(one)(**{**given, **args})))
@@ -223,7 +223,7 @@ class CallbackStates:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that the Trainer could also write, in the form in which they are read back."""
+    """Return the values that the Trainer's own checkpoints could store, in the form in which these are read back."""
     found = {}
     for key, value in values.items():
         if type(value) in (bool, int, float, str):  # fast, because this runs at every step
@@ -244,12 +244,12 @@ def stopped_early(trainer: Trainer) -> bool:
 
 
 def data_of(trainer: Trainer, loader: Any) -> dict[str, Any]:
-    """Return what the order of the examples depends on, and the number of examples per step."""
+    """Return the values that determine the order of the examples, and the number of examples per step."""
     args = trainer.args
     try:
         examples: int | None = trainer.num_examples(loader)
         steps = trainer.set_initial_training_values(args, loader)[1]
-    except (TypeError, ValueError):  # a stream without a length
+    except (TypeError, ValueError):  # the loader is a stream without a length
         examples = steps = None
     each = trainer._train_batch_size * args.gradient_accumulation_steps * max(1, args.world_size)
     return {
@@ -262,7 +262,7 @@ def data_of(trainer: Trainer, loader: Any) -> dict[str, Any]:
 
 
 def drawn() -> list[Any]:
-    """Return a value that changes if random numbers are drawn from a global generator."""
+    """Return a value that changes when a global generator draws random numbers."""
     return [
         torch.get_rng_state().numpy().tobytes(),
         random.getstate(),
@@ -271,22 +271,22 @@ def drawn() -> list[Any]:
 
 
 def generator_of(loader: Any) -> torch.Generator | None:
-    """Return the sampler's own generator, if it has one that is not reseeded."""
+    """Return the sampler's own generator, or None if it has none or seeds it again for each epoch."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else getattr(loader, "sampler", None)
     found = getattr(sampler, "generator", None)
     return found if isinstance(found, torch.Generator) else None
 
 
 class LogHistory:
-    """`TrainerState.log_history` as bytes that grow by appending, so that a long one costs no more than a short one.
-    The buffer doubles when it is full, so that the layout of the checkpoint rarely changes."""
+    """`TrainerState.log_history` as bytes in a buffer that only grows, so that a long history costs no more than a
+    short one. The buffer doubles when it is full, so that the layout of the checkpoint rarely changes."""
 
     def __init__(self, room: int = 1 << 14) -> None:
         self._count, self._used = 0, 0
         self._bytes = torch.zeros(room, dtype=torch.uint8)
 
     def read(self, history: list[dict[str, Any]]) -> dict[str, Any]:
-        if len(history) < self._count:  # entries were removed
+        if len(history) < self._count:  # entries were removed since the last call
             self._count = self._used = 0
         text = "".join(_line(entry) + "\n" for entry in history[self._count :]).encode()
         self._count = len(history)
@@ -306,12 +306,12 @@ class LogHistory:
 def _line(entry: dict[str, Any]) -> str:
     try:
         return json.dumps(entry, default=_json_value)
-    except (TypeError, ValueError):  # keys that JSON lacks, or an object that contains itself
+    except (TypeError, ValueError):  # the entry has keys that JSON lacks, or contains itself
         return json.dumps({str(key): value if type(value) in PLAIN else repr(value) for key, value in entry.items()})
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value that JSON lacks as a number, a list, or its repr."""
+    """Convert a value that JSON lacks to a number, a list, or its repr."""
     if isinstance(value, (np.ndarray, np.generic, Tensor)):
         plain = value.tolist()
         return repr(plain) if isinstance(plain, complex) else plain
@@ -322,7 +322,7 @@ def _json_value(value: Any) -> Any:
 
 
 class FrozenFlags:
-    """requires_grad of the model's parameters, which callbacks change in mid-training to freeze and unfreeze layers."""
+    """requires_grad of the model's parameters. Callbacks change it during training to freeze and unfreeze layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = named_parameters(model)
@@ -332,7 +332,7 @@ class FrozenFlags:
         return [parameter.requires_grad for parameter in self.parameters.values()]
 
     def read(self) -> dict[str, bool]:
-        """Return those that have changed since the training began."""
+        """Return the flags that have changed since the training began."""
         now = self._now()
         if now == self._begun:
             return {}
@@ -340,14 +340,14 @@ class FrozenFlags:
         return {name: flag for name, flag, begun in changes if flag != begun}
 
     def put(self, saved: dict[str, bool]) -> None:
-        """Set them to what they were when this start began, but for the changes that `read` has returned."""
+        """Set the flags to their values at the beginning of this start, and then to the changed ones in `saved`."""
         for (name, parameter), begun in zip(self.parameters.items(), self._begun, strict=True):
             if parameter.requires_grad != (flag := saved.get(name, begun)):
                 parameter.requires_grad_(flag)
 
 
 class TrainerProgress:
-    """The progress of the Trainer, as a part of the state."""
+    """The progress of the Trainer, as an entry of the state."""
 
     def __init__(self, trainer: Trainer, loader: Any) -> None:
         self.trainer, self._loader = trainer, loader
@@ -356,20 +356,20 @@ class TrainerProgress:
         self._callbacks = CallbackStates(trainer)
         self._further = FurtherState(trainer)
         self.flags = FrozenFlags(unwrap(trainer.model_wrapped))
-        self._part: ModulePart | None = None  # all of the model that is saved, if frozen parameters are not
+        self._part: ModulePart | None = None  # the part of the model that is saved, if frozen parameters are not saved
         self._trained: dict[str, Tensor] = {}
         self._unfrozen: set[str] = set()
         self._order: dict[str, Any] = {}
         self.data = data_of(trainer, loader)
         self.base: dict[str, Any] | None = None
         self.epoch, self.epoch_began = 0, 0
-        self.behind = 0  # steps of the beginning epoch that were done before
-        self.ahead = 0  # 1: the epoch is over and the next one has not begun
-        self.summary = 0  # entries at the end of the log that a longer run would not have
+        self.behind = 0  # steps of the epoch that begins next that were completed before
+        self.ahead = 0  # 1 if the epoch is over and the next one has not begun, else 0
+        self.summary = 0  # number of entries at the end of the log that a longer run would not have
         self.saved: dict[str, Any] | None = None
 
     def begin(self, epoch: int, step: int) -> None:
-        """Begin an epoch: the order of its examples is drawn next."""
+        """Begin an epoch, and record the random state from which the order of its examples is drawn next."""
         self.epoch, self.epoch_began, self.ahead, self.behind = epoch, step - self.behind, 0, 0
         generator = None if self._generator is None else self._generator.get_state()
         self._order = {"numbers": RNG().state_dict(), "sampler": generator}
@@ -402,11 +402,11 @@ class TrainerProgress:
         }
 
     def save_only(self, part: ModulePart, trained: dict[str, Tensor]) -> None:
-        """Save this part of the model: what is trained when the training begins, and what is unfrozen later."""
+        """Save only this part of the model: `trained`, and parameters that are unfrozen later."""
         self._part, self._trained = part, trained
 
     def store_unfrozen(self) -> None:
-        """Have parameters stored that were unfrozen since the last call. They stay when they are frozen again."""
+        """Add parameters that were unfrozen since the last call to the saved part. They stay in it if frozen again."""
         if self._part is not None:
             flagged = {name for name, flag in self.flags.read().items() if flag}
             if not flagged <= self._unfrozen:
@@ -418,13 +418,13 @@ class TrainerProgress:
         self._part.put(self._trained | {name: self.flags.parameters[name] for name in sorted(unfrozen)})
 
     def match_structure(self, saved: dict[Any, Any]) -> None:
-        """Expect the parameters that had been unfrozen when a state was saved. Called before anything is restored."""
+        """Add the parameters that were unfrozen at the save to the saved part. Called before anything is restored."""
         if self._part is not None and ("model",) in saved:
             names = {name.removeprefix("model.") for name in saved[("model",)].names}
             self._store((names & self.flags.parameters.keys()) - self._trained.keys())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.saved = saved  # passed to the Trainer after it was checked
+        self.saved = saved  # `load` passes it to the Trainer after `compare` has checked it
 
     def load(self, trainer: Trainer, saved: dict[str, Any]) -> None:
         for name, value in saved["state"].items():
@@ -445,7 +445,7 @@ class TrainerProgress:
             self.flags.put(self.saved["flags"])
 
     def batches_done(self, saved: dict[str, Any], step: int) -> int:
-        """Return how many batches of today's size hold the examples of the epoch that were trained on."""
+        """Return how many batches of the current size contain the epoch's examples that were trained on."""
         each = self.trainer.args.gradient_accumulation_steps
         steps, then, now = (
             step - saved["epoch_began"],
@@ -455,7 +455,7 @@ class TrainerProgress:
         return int(steps * each if then == now else -(-steps * then * each // now))
 
     def last_step(self, saved: dict[str, Any], step: int, batches: int) -> int:
-        """Return the step at which the last epoch ends if the batch size changed at `step`."""
+        """Return the step at which the last epoch ends, if the batch size changed at `step`."""
         each, steps = self.trainer.args.gradient_accumulation_steps, self.data["steps_per_epoch"]
         if steps is None:
             return int(self.trainer.state.max_steps)
@@ -464,7 +464,7 @@ class TrainerProgress:
 
     def compare(self, saved: dict[str, Any], *, strict: bool) -> None:
         """Raise MismatchError if the examples or the frozen weights differ from those of the run. With
-        `auto_find_batch_size` the Trainer chooses the batch size: a smaller one is only a warning."""
+        `auto_find_batch_size`, the Trainer chooses the batch size, so a smaller one only causes a warning."""
         found = ("examples_per_step", "steps_per_epoch") if self.trainer.args.auto_find_batch_size else ()
         lines = [
             f"{name}: {then!r} then, {self.data.get(name)!r} now"
@@ -474,8 +474,7 @@ class TrainerProgress:
         if saved["batch_size"] != self.trainer._train_batch_size and found:
             logger.warning(
                 "auto_find_batch_size chose a batch size of %d, but the run had %d: training continues with the "
-                "remaining "
-                "examples, and the learning-rate schedule continues to count steps",
+                "remaining examples, and the learning-rate schedule continues to count steps",
                 self.trainer._train_batch_size,
                 saved["batch_size"],
             )

@@ -1,9 +1,9 @@
-"""The report page of a run: `ckpt report -o`. Other modules compute its numbers.
+"""The report page of a run, for `ckpt report -o`. Other modules compute the numbers on the page.
 
     Statement (ckpt.tools.observe.goodput.accounting), Chronicle (ckpt.tools.observe.report.chronicle)
         -> page -> one self-contained HTML file
 
-Data of the run is text, never markup: it passes through `ckpt.tools.observe.report.svg.esc`.
+Data of the run is always text, never markup, because it passes through `ckpt.tools.observe.report.svg.esc`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ckpt.units import count_of, decimal, duration, moment
 
 PARTS_OF = ("part", "time", "of wall-clock", "per interruption")
 ASKED = "requested saves"
-MOST_DOTS = 400  # most points per tier in a chart
+MOST_DOTS = 400  # maximum points per tier in a chart
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The input of a page. `problems`: what could not be read; `made`: time of the page, seconds since 1970; `stored`:
-    steps of the existing checkpoints."""
+    """The input of a page. `problems`: files that could not be read. `made`: time of the page, seconds since 1970.
+    `stored`: steps of the existing checkpoints."""
 
     url: str
     statement: Statement
@@ -42,7 +42,7 @@ class Subject:
 
 
 def page(one: Subject) -> str:
-    """Return the whole page."""
+    """Return the HTML of the whole page."""
     parts = [_head(one), _problems(one.problems)]
     if one.chronicle.accounts:
         parts += [_summary(one.statement), _time(one.statement), _timeline(one.chronicle)]
@@ -63,7 +63,7 @@ def page(one: Subject) -> str:
     return style.whole(f"Report: {esc(one.url, 120)}", "\n".join(filter(None, parts)))
 
 
-# -- the top --
+# -- top of the page --
 
 
 def _head(one: Subject) -> str:
@@ -89,7 +89,7 @@ def _summary(found: Statement) -> str:
     return f"<section><h2>In short</h2>{table(('', ''), [*figures.summary(found), starts], kind='parts')}</section>"
 
 
-# -- where the time went --
+# -- breakdown of the time --
 
 
 def _time(found: Statement) -> str:
@@ -112,7 +112,7 @@ def _time(found: Statement) -> str:
 
 
 def _timeline(found: Chronicle) -> str:
-    """Chart the current step over time."""
+    """Return a chart of the current step over time."""
     steps = [point[1] for point in found.curve if point is not None]
     if not steps:
         return ""
@@ -144,7 +144,7 @@ def _timeline(found: Chronicle) -> str:
     return f'<section><h2>Timeline</h2><p class="soft">{says}</p>{plot.render()}{key}</section>'
 
 
-# -- what saving took --
+# -- cost of saving --
 
 
 def stalls(found: Chronicle) -> str:
@@ -175,7 +175,7 @@ def _edge(bucket: int) -> float:
 
 
 def _quantile(stalls: dict[int, int], share: float) -> float:
-    """Return the upper edge of the bucket with this quantile."""
+    """Return the upper edge of the bucket that contains this quantile."""
     left = share * sum(stalls.values())
     for bucket in sorted(stalls):
         left -= stalls[bucket]

@@ -1,6 +1,6 @@
-"""Style and script of a report page. Constants only: no data of a run is inserted.
+"""Style and script of a report page. Both are constants, into which no data of a run is inserted.
 
-The colours are those of Okabe and Ito, distinguishable with any colour vision; slightly lighter on a dark background.
+The colours are those of Okabe and Ito, which every kind of colour vision can distinguish, lighter on dark backgrounds.
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ def _digest(text: str) -> str:
 POLICY = (
     f"default-src 'none'; script-src {_digest(SCRIPT)}; style-src {_digest(STYLE)}; base-uri 'none'; form-action 'none'"
 )
-"""Nothing is loaded, and only this script and style are allowed."""
+"""A content security policy: the page loads nothing, and allows only this style and this script."""
 
 
 def whole(title: str, body: str) -> str:
-    """Return a page. `title` and `body` are already HTML."""
+    """Return a complete HTML page. `title` and `body`: escaped HTML."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'

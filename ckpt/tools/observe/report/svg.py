@@ -1,10 +1,10 @@
-"""Charts as SVG in HTML, drawn directly so that a page is self-contained.
+"""Charts as SVG in HTML. They are drawn by this module, so that a page needs no other file.
 
-Horizontal coordinates are per cent and vertical ones pixels, so a chart fills the available width and its text is never
-stretched. Lines are paths in a nested, stretched SVG with unstretched strokes. Colours are classes.
+Horizontal coordinates are percentages and vertical ones pixels, so a chart fills the available width without stretching
+its text. Lines are paths in a nested SVG that is stretched, but not its strokes. Colours are CSS classes.
 
-All text passes through `esc`, so none of it is markup. A mark with `tip` shows that text when pointed at or selected
-with the arrow keys.
+All text passes through `esc`, so it cannot be markup. A mark with a `tip` shows this text when the user points at it or
+selects it with the arrow keys.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 from ckpt.units import duration
 
-CLIP = 300  # most characters of a text from outside
-WIDE = 1000  # width units of a stretched chart
+CLIP = 300  # maximum characters of a text that comes from a run
+WIDE = 1000  # width of the coordinate system in a stretched chart
 
 
 def esc(text: object, most: int = CLIP) -> str:
-    """Escape text for HTML and attributes: no markup, no control characters, limited length."""
+    """Escape text for HTML and its attributes: without markup and control characters, and with limited length."""
     plain = str(text)
     plain = plain if len(plain) <= most else f"{plain[:most]}…"
     shown = "".join(
@@ -40,7 +40,7 @@ def tip(text: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values to a share of the length, 0 to 1. `ticks`: labelled values."""
+    """Maps values to a share of the axis, from 0 to 1. `ticks`: values with labels."""
 
     low: float
     high: float
@@ -59,7 +59,7 @@ class Scale:
 
 
 def linear(low: float, high: float, name: Callable[[float], str], most: int = 5) -> Scale:
-    """Return a scale between round numbers."""
+    """Return a linear scale whose ends are round numbers."""
     if high <= low:
         high = low + 4
     raw = (high - low) / most
@@ -71,7 +71,7 @@ def linear(low: float, high: float, name: Callable[[float], str], most: int = 5)
 
 
 def decades(low: float, high: float, name: Callable[[float], str]) -> Scale:
-    """Return a logarithmic scale between powers of ten."""
+    """Return a logarithmic scale whose ends are powers of ten."""
     low = max(low, 1e-9)
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(max(high, low)) - 1e-9)
     last = max(last, first + 1)
@@ -81,7 +81,7 @@ def decades(low: float, high: float, name: Callable[[float], str]) -> Scale:
 
 
 def seconds(value: float) -> str:
-    """Format powers of ten of a second."""
+    """Format a label of a logarithmic scale of seconds, whose labels are powers of ten."""
     return f"{value:g} s" if 1 <= value < 10_000 else duration(value)
 
 
@@ -89,7 +89,7 @@ _CLOCK_STEPS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 3 * 3600, 
 
 
 def clock(begin: float, until: float, most: int = 6) -> Scale:
-    """Return a scale of local time."""
+    """Return a scale of time, with local times as labels."""
     span = max(1e-3, until - begin)
     day = 86400.0
     step = next((float(s) for s in _CLOCK_STEPS if span / s <= most), day * math.ceil(span / day / most))
@@ -99,7 +99,7 @@ def clock(begin: float, until: float, most: int = 6) -> Scale:
         form = "%H:%M:%S" if step < 60 else "%H:%M" if span < 20 * 3600 else "%b %-d %H:%M" if step < day else "%b %-d"
         ticks = [first + n * step for n in range(most + 1) if first + n * step <= until]
         return Scale(begin, until, tuple((tick, time.strftime(form, time.localtime(tick))) for tick in ticks))
-    except (OverflowError, OSError, ValueError):  # a clock that was never set
+    except (OverflowError, OSError, ValueError):  # the clock of the machine was never set
         return Scale(begin, until)
 
 
@@ -111,7 +111,7 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
 
 
-# -- a plot --
+# -- plots --
 
 
 def pc(share: float) -> str:
@@ -136,13 +136,13 @@ class Plot:
         return 6 + (self.height - 6) * (1 - self.y.at(value))
 
     def column(self, low: float, high: float, top: float, kind: str, text: str = "") -> None:
-        """Draw a rectangle between two values, starting at 0."""
+        """Draw a rectangle between two values, from 0 up to `top`."""
         left, right, y = self.x.at(low), self.x.at(high), self.down(top)
         where = f'x="{pc(left)}" width="{pc(right - left)}" y="{px(y)}" height="{px(max(0.4, self.down(0) - y))}"'
         self.marks.append(f'<rect class="{kind}" {where}{tip(text)}/>')
 
     def line(self, points: Iterable[tuple[float, float] | None], kind: str) -> None:
-        """Draw a line, interrupted where a point is None."""
+        """Draw a line that is interrupted wherever a point is None."""
         words, pen = [], "M"
         for point in points:
             if point is None:
@@ -160,7 +160,7 @@ class Plot:
         self.marks.append(f'<circle class="dot {kind}" {where}{tip(text)}/>')
 
     def rule(self, x: float, kind: str, text: str = "") -> None:
-        """Draw a vertical line with a wide area to point at."""
+        """Draw a vertical line. A wider invisible line makes it easy to point at."""
         at = pc(self.x.at(x))
         where = f'x1="{at}" x2="{at}" y1="0" y2="{self.height}"'
         self.marks.append(f'<line class="rule {kind}" {where}/><line class="hit" {where}{tip(text)}/>')
@@ -186,11 +186,11 @@ class Plot:
         )
 
 
-# -- bars --
+# -- bars and tables --
 
 
 def stacked(label: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """Return one bar of parts (class, size, tip) that fills the width."""
+    """Return a bar that fills the width. `parts`: (class, size, tip) of each part."""
     total = math.fsum(size for _, size, _ in parts) or 1.0
     marks, left = [], 0.0
     for kind, size, text in parts:
@@ -203,7 +203,7 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def table(titles: Sequence[str], lines: Sequence[Sequence[object]], numbers: Iterable[int] = (), kind: str = "") -> str:
-    """Return a table. `numbers`: columns aligned to the right; `kind`: a class."""
+    """Return a table. `numbers`: indices of the columns that are aligned to the right. `kind`: a CSS class."""
     right = set(numbers)
 
     def cells(word: str, values: Sequence[object]) -> str:
@@ -222,7 +222,7 @@ def table(titles: Sequence[str], lines: Sequence[Sequence[object]], numbers: Ite
 
 
 def legend(parts: Iterable[tuple[str, str]], rules: Iterable[tuple[str, str]] = ()) -> str:
-    """Return a legend of (class, name) for areas and dots, and for vertical lines."""
+    """Return a legend. `parts`: (class, name) of areas and dots. `rules`: (class, name) of vertical lines."""
     marks = [(f'<rect class="{kind}" width="12" height="12" rx="2"/>', name) for kind, name in parts]
     marks += [(f'<line class="rule {kind}" x1="6" x2="6" y1="0" y2="12"/>', name) for kind, name in rules]
     items = "".join(

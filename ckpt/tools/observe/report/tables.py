@@ -1,4 +1,4 @@
-"""Tables of a report page: faults, restores, decisions. `figures` has the interruptions."""
+"""Tables of a report page: interruptions, faults, restores, save intervals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def faults(found: Chronicle) -> str:
 
 
 def asked(found: Chronicle) -> str:
-    """Return requested saves without a fault."""
+    """Return a table of the requested saves, which had no fault."""
     shown = found.asked[-NEWEST:]
     if not shown:
         return ""

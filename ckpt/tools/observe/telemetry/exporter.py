@@ -1,7 +1,7 @@
-"""Export metrics from the writer: a Prometheus endpoint, and scalars for TensorBoard.
+"""Export metrics from the writer: an endpoint for Prometheus, and scalars for TensorBoard.
 
-The packages are imported in the writer, only if needed; TensorBoard without torch and TensorFlow. Errors are logged
-once and retried. They never delay a save.
+The packages are imported in the writer only if they are needed; TensorBoard is used without torch and TensorFlow. An
+error is logged once, and the export is retried. It never delays a save.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ckpt.metrics import INSTALL, Metrics
 from ckpt.tools.observe.telemetry.gauges import KINDS, Gauge, gauges
 from ckpt.tools.observe.telemetry.status import RankStatus
 
-SCRAPE_S = 5.0  # longest time for the status while a client waits
-PATIENCE_S, SOON_S = 3.0, 0.2  # how long a port may be busy before a warning, and the interval between attempts
-AGAIN_S = 2.0  # the interval between attempts afterwards
-LAST_S = 2.0  # for writing the last scalars when the writer exits
+SCRAPE_S = 5.0  # maximum seconds to collect the status while a client waits
+PATIENCE_S, SOON_S = 3.0, 0.2  # seconds for which a port may be busy without a warning, and between these attempts
+AGAIN_S = 2.0  # seconds between attempts after the warning
+LAST_S = 2.0  # maximum seconds to write the last scalars when the writer exits
 Look = Callable[[], Coroutine[Any, Any, RankStatus]]
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Exporter:
-    """Serves and records metrics in the writer's event loop. `look()`: returns the status of our rank. `warn`: shows a
-    warning to the user; `serves`: receives the address of the endpoint, "" for none."""
+    """Serves and records metrics in the writer's event loop. `look()`: returns the status of this writer's rank.
+    `warn`: shows a warning to the user. `serves`: receives the address of the endpoint, or "" when there is none."""
 
     def __init__(self, look: Look, warn: Callable[[str], None], serves: Callable[[str], None]) -> None:
         self._look, self._warn, self._serves = look, warn, serves
@@ -47,7 +47,7 @@ class Exporter:
         self._written: tuple[int, str] | None = None
 
     async def begin(self, wanted: Metrics | None, rank: int, local_rank: int) -> None:
-        """Start what a trainer has configured; what already runs continues."""
+        """Start the exports that a trainer has configured. Exports that run already with the same settings continue."""
         now = None if wanted is None else (wanted, rank, local_rank)
         self._written = None
         if self._events is not None and now == self._wanted:
@@ -76,7 +76,7 @@ class Exporter:
                 await asyncio.wait_for(deferred(events.close), LAST_S)
 
     def stop_serving(self) -> None:
-        """Release the port: the next writer may need it before this one has exited."""
+        """Release the port now, because the next writer may need it before this process has exited."""
         if self._serving is not None:
             self._serving.cancel()
         server, self._server, self._serving = self._server, None, None
@@ -85,7 +85,7 @@ class Exporter:
             threading.Thread(target=_end, args=(server,), daemon=True).start()
 
     async def finish(self) -> None:
-        """Record how training ended before the writer exits, if that is quick."""
+        """Record the last scalars before the writer exits, if that takes at most `LAST_S`."""
         with contextlib.suppress(TimeoutError, Exception):
             if self._events is not None:
                 await asyncio.wait_for(self._write(self._events), LAST_S)
@@ -93,7 +93,7 @@ class Exporter:
             await self.stop()
 
     def _say(self, what: str, text: str) -> None:
-        """Warn once per kind of problem, until it is solved."""
+        """Log a warning, once per kind of problem until the problem is solved."""
         if what not in self._said:
             self._said.add(what)
             self._warn(text)
@@ -101,7 +101,7 @@ class Exporter:
     # -- Prometheus --
 
     async def _serve(self, host: str, port: int) -> None:
-        """Serve, retrying until the port is free."""
+        """Start the endpoint. Retry until the port is free."""
         loop, patience = asyncio.get_running_loop(), time.monotonic() + PATIENCE_S
         while self._server is None:
             starting = deferred(_start, host, port, self._look, loop)
@@ -114,7 +114,7 @@ class Exporter:
                 self._say("import", f"cannot serve metrics: {error}. {INSTALL}")
                 return
             except Exception as error:
-                if time.monotonic() < patience:  # a writer that is about to exit may still use it
+                if time.monotonic() < patience:  # a writer that is about to exit may still have the port
                     await asyncio.sleep(SOON_S)
                     continue
                 about = f"cannot serve metrics at {host}:{port}: {error}"
@@ -138,7 +138,7 @@ class Exporter:
                 await self._write(self._events)
                 self._said.discard("events")
             except FileNotFoundError:
-                self._events = None  # the file was deleted
+                self._events = None  # the event file was deleted: create a new one
                 await asyncio.sleep(min(every_s, SOON_S))
                 continue
             except ImportError as error:
@@ -160,7 +160,7 @@ class Exporter:
 
 
 def deferred(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """Run a function in a daemon thread, which does not delay the end of the process if a disk or driver hangs."""
+    """Run a function in a daemon thread, so that a hanging disk or driver does not delay the end of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -171,7 +171,7 @@ def deferred(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asy
             result = function(*args, **kwargs)
         except BaseException as found:
             error = found
-        with contextlib.suppress(RuntimeError):  # the loop has closed
+        with contextlib.suppress(RuntimeError):  # raised if the loop has closed in the meantime
             loop.call_soon_threadsafe(settle, result, error)
 
     def settle(result: Any, error: BaseException | None) -> None:
@@ -185,12 +185,12 @@ def deferred(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asy
 
 
 def tag_of(gauge: Gauge) -> str:
-    """Return the tag of a gauge, for example ckpt/tier_lag_steps/file:///data/run1."""
+    """Return the TensorBoard tag of a gauge, for example ckpt/tier_lag_steps/file:///data/run1."""
     return "/".join(filter(None, ("ckpt", gauge.name.removeprefix("ckpt_"), gauge.label)))
 
 
 def _start(host: str, port: int, look: Look, loop: asyncio.AbstractEventLoop) -> Any:
-    """Start the server, in a thread because of its imports. The server's threads request the status for each scrape."""
+    """Start the server. Called in a thread, because the imports are slow. For each scrape, it requests the status."""
     client: Any = importlib.import_module("prometheus_client")
     core: Any = importlib.import_module("prometheus_client.core")
 
@@ -215,13 +215,13 @@ def _end(server: Any) -> None:
 
 
 def _end_late(starting: asyncio.Future[Any]) -> None:
-    """End a server whose start nothing waits for."""
+    """Stop a server whose start was cancelled, once it has started."""
     if not starting.cancelled() and starting.exception() is None:
         threading.Thread(target=_end, args=(starting.result(),), daemon=True).start()
 
 
 def families(look: RankStatus, core: Any) -> Iterator[Any]:
-    """Yield what prometheus_client serves. `core`: its module of that name."""
+    """Yield the metrics in the form that prometheus_client serves. `core`: the module `prometheus_client.core`."""
     found: dict[str, Any] = {}
     run, rank = look.run, str(look.rank)
     for one in gauges(look):
@@ -235,9 +235,9 @@ def families(look: RankStatus, core: Any) -> Iterator[Any]:
 
 
 class EventFile:
-    """Scalars by step in a file for TensorBoard. Any thread may call it. Raises ImportError without the package,
-    OSError if the folder cannot be written to (the file is then unchanged), and FileNotFoundError once the file was
-    deleted."""
+    """A file with scalars by step for TensorBoard. Any thread may call its methods. Raises ImportError if the package
+    is missing, OSError if the folder cannot be written to (the file is then unchanged), and FileNotFoundError once the
+    file was deleted."""
 
     def __init__(self, folder: Path) -> None:
         self._event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
@@ -256,7 +256,7 @@ class EventFile:
             raise
 
     def start(self) -> None:
-        """Start a new trainer: values from its first step on replace earlier ones."""
+        """Mark the start of a new trainer: from its first step on, its values replace those of earlier trainers."""
         self._starts = True
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -272,7 +272,7 @@ class EventFile:
             self._append(self._event.Event(wall_time=time.time(), step=step, summary=summary))
 
     def _append(self, event: Any) -> None:
-        """Append a complete record: half of one would corrupt everything after it."""
+        """Append a complete record, because an incomplete one would make all later records unreadable."""
         buffer = io.BytesIO()
         self._records.RecordWriter(buffer).write(event.SerializeToString())
         record, before, written = buffer.getvalue(), self._file.tell(), 0

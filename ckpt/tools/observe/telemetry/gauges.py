@@ -1,4 +1,4 @@
-"""Convert the status of a rank to metrics: names with units, and a description of what high values mean. Pure."""
+"""Convert the status of a rank to metrics with names, units, and descriptions that interpret high values. No I/O."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from operator import attrgetter
 
 from ckpt.tools.observe.telemetry.status import RankStatus
 
-MEMORY = "memory"  # label of the memory tier
+MEMORY = "memory"  # label value of memory, which counts as a tier
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One metric. `value`: of a rank, or one per value of its `label`; None if unknown. `counter`: it only grows while
-    the writer lives; served names then end in _total."""
+    """One metric. `value`: returns its value for a rank, or a dict by the values of its `label`; None if unknown.
+    `counter`: True if it only grows while the writer lives; its served name then ends in _total."""
 
     value: Callable[[RankStatus], float | dict[str, float | None] | None]
     help: str
     counter: bool = False
-    label: str = ""  # in addition to run and rank
+    label: str = ""  # name of a label in addition to run and rank
 
 
 def _tiers(name: str) -> Callable[[RankStatus], dict[str, float | None]]:
@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
         "Steps that would be lost if only this tier survived. If high and growing, it is slower than the rate of "
         "checkpoints.", label="tier"),
     "ckpt_tier_lag_seconds": Kind(lambda look: _tiers("lag_s")(look) if _started(look) else {},
-        "The same in training time.", label="tier"),
+        "Training time that would be lost if only this tier survived.", label="tier"),
     "ckpt_tier_waiting": Kind(_tiers("waiting"),
         "Checkpoints waiting for this tier. Above 1, it is slower than their rate.", label="tier"),
     "ckpt_tier_write_bytes_per_second": Kind(lambda look: {tier.url: tier.rate or None for tier in look.tiers},
@@ -96,7 +96,7 @@ KINDS: dict[str, Kind] = {
     "ckpt_tier_raw_bytes": Kind(_tiers("raw"),
         "Bytes of the states saved to this tier.", counter=True, label="tier"),
     "ckpt_tier_stored_bytes": Kind(_tiers("stored"),
-        "Bytes stored for them: less than raw if increments or compression help.",
+        "Bytes stored for these states: less than their size if increments or compression help.",
         counter=True, label="tier"),
     "ckpt_process_resident_memory_bytes": Kind(
         lambda look: {"trainer": look.trainer_rss or None, "writer": look.writer_rss},
@@ -121,7 +121,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """One value. `label`: value of the kind's label."""
+    """One value of a metric. `label`: value of the metric's additional label."""
 
     name: str
     value: float
@@ -129,7 +129,7 @@ class Gauge:
 
 
 def gauges(look: RankStatus) -> list[Gauge]:
-    """Return all known metrics of a rank."""
+    """Return all metrics of a rank whose values are known."""
     found = []
     for name, kind in KINDS.items():
         values = kind.value(look)

@@ -1,7 +1,7 @@
-"""Answer queries about the trainer: its status, from data that the writer has anyway, and metrics.
+"""Responds to queries about the trainer, with its status or metrics, from data that the writer has anyway.
 
-Only queries cost anything; nothing is polled in between. The trainer's progress is in its heartbeat, shared memory that
-remains readable when the trainer is dead.
+Nothing is polled between queries, so only queries cost anything. The trainer's progress is in its heartbeat, which is
+shared memory and remains readable after the trainer's death.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ckpt.tools.observe.telemetry.exporter import Exporter, deferred
 from ckpt.tools.observe.telemetry.nvml import Devices
 from ckpt.tools.observe.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
 
-RECENT_S, RECENT = 60.0, 16  # recent steps: this many seconds, and this many steps if those take longer
-MOST_TEXT = 500  # most characters of a fault to show
-DEVICE_S, DEVICE_WAIT_S = 1.0, 2.0  # interval between queries of the driver, and the wait for its response
+RECENT_S, RECENT = 60.0, 16  # "recent steps": those of the last RECENT_S seconds, or the last RECENT if steps are long
+MOST_TEXT = 500  # maximum characters of a fault's text
+DEVICE_S, DEVICE_WAIT_S = 1.0, 2.0  # seconds between queries of the driver; maximum seconds to wait for its response
 _STATES = {EMPTY: status.EMPTY, FILLING: status.FILLING, SEALED: status.SEALED}
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """A stretch of training without a restore, with the totals of saving at its begin."""
+    """A period of training without a restore. It has the totals of saving at the beginning of the period."""
 
     begin: float = 0.0
     calls: int = 0
@@ -48,14 +48,14 @@ class _Stretch:
     paused: float = 0.0
 
     def trained(self, last: StepDone | None) -> float:
-        """Return the seconds that went into its steps."""
+        """Return the seconds of this period that were spent on steps."""
         if last is None:
             return 0.0
         return max(0.0, last.when - self.begin - (last.stalled - self.stalled) - (last.paused - self.paused))
 
 
 class Observers:
-    """Answers queries about the trainer and exports metrics, in the writer's event loop."""
+    """Responds to queries about the trainer and exports metrics, in the writer's event loop."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class Observers:
         self._heartbeat: Heartbeat | None = None
         self._pid = 0
         self._stretch = _Stretch()
-        self._trained = 0.0  # in earlier stretches
+        self._trained = 0.0  # seconds spent on steps in earlier periods
         self._restored: watch.RestoreDone | None = None
         self._devices, self._device_at = Devices(), float("-inf")
         self._device: DeviceStatus | None = None
         self._me = psutil.Process(number_in_proc(os.getpid()))
         self.exporter = Exporter(self.look, trainer.say, self._metrics_at)
 
-    # -- what the trainer says --
+    # -- messages of the trainer --
 
     @handles(watch.Introduce)
     async def introduce(self, request: watch.Introduce, caller: Caller) -> None:
@@ -90,7 +90,7 @@ class Observers:
         self._heartbeat, self._told, self._pid = Heartbeat.attach(caller.fds[0]), request, self._trainer.pid
         self._stretch = _Stretch(request.opened)
         self._trained, self._restored = 0.0, None
-        if request.restored is not None:  # restored before this writer started
+        if request.restored is not None:  # the trainer restored a step before this writer started
             self._on_restored(request.restored)
         metrics = None if request.metrics is None else Metrics(**request.metrics)
         await self.exporter.begin(metrics, request.rank, request.local_rank)
@@ -101,7 +101,7 @@ class Observers:
             self._on_restored(request.restored)
 
     def _on_restored(self, restore: watch.RestoreDone) -> None:
-        """Record a call of restore()."""
+        """Begin a new period after a call of restore()."""
         if self._heartbeat is None:
             return
         at = restore.at
@@ -114,10 +114,10 @@ class Observers:
         self._restored = restore
 
     def _metrics_at(self, where: str) -> None:
-        """Record the address of the endpoint, "" for none."""
+        """Record the address of the endpoint, or "" if there is none."""
         self._serves = where
 
-    # -- a look --
+    # -- status --
 
     @handles(watch.Look)
     async def on_look(self, request: watch.Look) -> Json:
@@ -127,7 +127,7 @@ class Observers:
         return (await self.look()).to_json()
 
     async def look(self) -> RankStatus:
-        """Return the status, including the device if the driver responds quickly."""
+        """Return the status, with that of the device if the driver responds within `DEVICE_WAIT_S`."""
         found = self.look_now()
         if time.monotonic() > self._device_at + DEVICE_S:
             self._device_at, self._device = time.monotonic(), None
@@ -136,7 +136,7 @@ class Observers:
         return replace(found, device=self._device)
 
     def look_now(self) -> RankStatus:
-        """Return the status without the device."""
+        """Return the status without that of the device."""
         found = self._with_memory(self._who())
         if self._restored is not None:
             step, seconds = self._restored.step, self._restored.seconds
@@ -147,12 +147,12 @@ class Observers:
         return self._with_steps(found, self._heartbeat, self._heartbeat.read())
 
     def _leaves_s(self, now: float) -> float:
-        """Seconds until the writer leaves; as long as it makes memory durable, at least as many as it lingers then."""
+        """Return the seconds until the writer exits. While it makes memory durable, return the minimum: `linger_s`."""
         leaves_at = self._run.leaves_at
         return self._run.linger_s if leaves_at is None else max(0.0, leaves_at - now)
 
     def _who(self) -> RankStatus:
-        """Return whose run it is, the trainer's settings, and its state since."""
+        """Return a status with the run, the trainer's settings, and the trainer's state."""
         told, account, owner = self._told, self._books.account, self._run.owner
         trainer = self._trainer.state()
         metrics = (told and told.metrics) or {}
@@ -192,7 +192,7 @@ class Observers:
         )
 
     def _done(self, heartbeat: Heartbeat) -> list[StepDone]:
-        """Return the last steps of this stretch."""
+        """Return the last completed steps of the current period."""
         return heartbeat.since(self._stretch.calls)[1]
 
     def _with_steps(self, found: RankStatus, heartbeat: Heartbeat, beat: Beat) -> RankStatus:
@@ -221,7 +221,7 @@ class Observers:
 
 
 def recent(done: list[StepDone]) -> tuple[float, float, float]:
-    """Return duration, stall and stall share of recent steps; all 0 while unknown."""
+    """Return the duration, the stall and the stall share of recent steps. All are 0 while they are unknown."""
     if len(done) < 2:
         return 0.0, 0.0, 0.0
     since = done[-1].when - RECENT_S
@@ -234,7 +234,7 @@ def recent(done: list[StepDone]) -> tuple[float, float, float]:
 
 
 def _lag(step: int, there: int | None, started: int | None) -> int:
-    """Return the steps that would be lost; without any checkpoint, all since the start."""
+    """Return the steps that would be lost if only this tier survived: without a checkpoint, all since the start."""
     return max(0, step - (there if there is not None else started or 0))
 
 

@@ -1,8 +1,8 @@
 """The current status of a rank as plain values. Its writer creates it, `ckpt top` shows it, and metrics are derived
 from it.
 
-It costs the trainer nothing: the writer reads shared memory, also after the trainer's death. It contains no
-credentials. Versions are compatible: unknown fields are ignored, and missing ones have their default.
+The status costs the trainer nothing, because the writer reads shared memory, even after the trainer's death. It has no
+credentials. Versions are compatible: unknown fields are ignored, and missing fields get their default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SlotStatus:
     """Memory for one snapshot.
 
     `state`: "empty", "filling" (being copied) or "sealed" (complete).
-    `step`: -1 for none. `nbytes`: size of the snapshot.
+    `step`: step of the snapshot, -1 for none. `nbytes`: size of the snapshot.
     """
 
     state: str = EMPTY
@@ -35,13 +35,13 @@ class SlotStatus:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """A durable tier. `every`: steps between its checkpoints. `committed`: the newest step there, None for none.
+    """A durable tier. `every`: steps between its checkpoints. `committed`: the newest step in the tier, or None.
 
-    `writing`: step being written, None for none, with `done` of `total` bytes. `rate`: bytes of state per second, now
-        or for the last one. `waiting`: checkpoints being written or queued. `lag_steps`, `lag_s`: training that would
-        be lost if only this tier survived. Since this writer started: `saves` committed, `failed`, `left_out` because
-        the tier was too slow, `raw` bytes of states, and bytes `stored` for them. `error`: of the last failed save, ""
-        after a success.
+    `writing`: step that is being written, or None; `done` of its `total` bytes are written. `rate`: bytes of state per
+        second, now or for the last checkpoint. `waiting`: number of checkpoints that are being written or queued.
+        `lag_steps`, `lag_s`: training that would be lost if only this tier survived. Counts since this writer started:
+        `saves` committed, `failed`, `left_out` because the tier was too slow, `raw` bytes of states, and bytes `stored`
+        for these. `error`: error of the last save, "" if it succeeded.
     """
 
     url: str = ""
@@ -64,8 +64,8 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """An accelerator as its driver reports it. `busy`: share of the time, from 0 to 1. Bytes of memory: `mine` of the
-    trainer (None if unknown), `used` by all processes, of `total`."""
+    """An accelerator as its driver reports it. `busy`: share of the time, 0 to 1. Bytes of memory: `mine`, used by the
+    trainer (None if unknown); `used`, by all processes; `total`."""
 
     name: str = ""
     busy: float | None = None
@@ -76,25 +76,25 @@ class DeviceStatus:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank. Seconds, bytes and steps; "recent" is the last minute, or the last steps if they take longer.
+    """One rank. Values are seconds, bytes or steps. "Recent" is the last minute, or the last steps if steps are longer.
 
-    `run`: URL of its first tier, or memory:NAME; `at`: seconds since 1970; `pid`: of the trainer, `writer`: of its
-        writer; `trainer`: "alive", "frozen" (stopped by a signal), "dead", "left" (alive, but released its memory) or
-        "closed".
-    `doing`: "opening", "training", "paused", "restoring", "leaving", or "starting" before its first report; `step`: the
-        last one, -1 for none; `calls`: steps since opening; `idle_s`: since the last sign of life; `usual_s`: usual
-        duration of a step; `step_s`: of recent steps, 0 if unknown.
+    `run`: URL of the run's first tier, or memory:NAME. `at`: time of the status, seconds since 1970. `pid`: process id
+        of the trainer. `writer`: process id of its writer. `trainer`: "alive", "frozen" (stopped by a signal), "dead",
+        "left" (alive, but has released its memory) or "closed".
+    `doing`: "opening", "training", "paused", "restoring", "leaving", or "starting" before its first report. `step`:
+        last step, -1 for none. `calls`: steps since opening. `idle_s`: seconds since the last sign of life. `usual_s`:
+        usual duration of a step. `step_s`: duration of recent steps, 0 if unknown.
 
-    `stall_s`: how long a recent step waited for saving; `stall_share`: of the time; `stalled_s`: total; `slowed_s`:
-        extra time of steps during saves, an estimate, None if not recorded. `trained_s` of `wall_s` went into steps
-        since this job attempt began. `saves`, `skipped`: snapshots taken and skipped. All of these exclude the last
-        call of step().
-    `started`: the restored step, None for none, in `restore_s` from `restored_from`.
+    `stall_s`: time that a recent step waited for saving. `stall_share`: share of the time. `stalled_s`: total so far.
+        `slowed_s`: estimate of the extra time of steps during saves, None if not recorded. `trained_s`: seconds of
+        `wall_s`, the time since this job attempt began, that were spent on steps. `saves`, `skipped`: number of
+        snapshots taken and skipped. All of these exclude the last call of step().
+    `started`: the restored step, or None. `restored_from`: its source. `restore_s`: duration of the restore.
 
-    `in_memory`: the newest complete step in memory, `memory_lag` steps behind. `faults`: since the writer started,
-        without requested saves; `fault`: the last one as a line, with its time `fault_at`. `leaves_s`: time until a
-        writer without a trainer releases its memory, None with a trainer. Bytes of memory: `trainer_rss`, `writer_rss`
-        (both include the shared snapshots), `snapshots`, and `available` on this machine.
+    `in_memory`: newest complete step in memory. `memory_lag`: steps by which it is behind. `faults`: number of faults
+        since the writer started, without requested saves. `fault`: the last one as a line. `fault_at`: its time.
+        `leaves_s`: time until a writer without a trainer releases its memory, None with a trainer. Bytes:
+        `trainer_rss`, `writer_rss` (both include the shared snapshots), `snapshots`, and `available` on this machine.
     """
 
     run: str = ""
@@ -148,7 +148,7 @@ class RankStatus:
 
     @property
     def not_durable(self) -> int | None:
-        """The newest step in memory that no tier has, None if there is none. Killing the writer loses it."""
+        """The newest step in memory that no tier has, or None. It would be lost if the writer were killed."""
         durable = max((tier.committed for tier in self.tiers if tier.committed is not None), default=-1)
         return self.in_memory if self.in_memory is not None and self.in_memory > durable else None
 
@@ -159,7 +159,7 @@ class RankStatus:
 
     @property
     def samples_s(self) -> float | None:
-        """Samples per second of this rank, if samples_per_step is configured."""
+        """Samples per second of this rank, or None if samples_per_step is not configured."""
         rate = self.steps_s
         return None if rate is None or self.samples_per_step is None else rate * self.samples_per_step
 
@@ -176,7 +176,7 @@ class RankStatus:
 
     @property
     def goodput(self) -> float | None:
-        """Share of the time since this job attempt began that went into steps; None before the first step."""
+        """Share of the time since this job attempt began that was spent on steps. None before the first step."""
         return None if not self.calls or self.wall_s <= 0 else min(1.0, self.trained_s / self.wall_s)
 
     def to_json(self) -> dict[str, Any]:

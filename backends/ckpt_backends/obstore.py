@@ -85,7 +85,7 @@ class DataPath:
         self.store = store
         self._credentials = credentials
         self._held = Held()
-        self.ranges = True  # False if this server answers a range request in a way that obstore rejects
+        self.ranges = True  # False if obstore rejects this server's responses to range requests
         self.once: Any = None
         self.patient: Any = None
 

@@ -226,7 +226,7 @@ async def write(store: Store, checkpoint: CheckpointId, content: Content, *, rea
 
 
 def check_alike(written: Sequence[WrittenManifest]) -> None:
-    """Raise SaveError unless the bytes written to all tiers are equal. If they differ, the state changed meanwhile."""
+    """Raise SaveError unless the bytes written to all tiers are equal. If they differ, the state has changed."""
     digests = {one.table.digest.tobytes() for one in written}
     if len(digests) > 1:
         raise SaveError(

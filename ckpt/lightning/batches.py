@@ -342,7 +342,7 @@ class Draws:
         self._full = False
 
     def add(self, count: int, state: State) -> bool:
-        """Record a state. Return False the first time that there is no room for it, so that the caller warns once."""
+        """Record a state. If the records are full, return False once, so that the caller logs one warning."""
         if len(self._marks) >= MAX_DRAWS:
             first, self._full = not self._full, True
             return not first

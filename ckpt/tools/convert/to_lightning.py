@@ -25,7 +25,7 @@ NOT_ONE = (
 HUGGING_FACE = ", and `python -m ckpt.transformers RUN --to FOLDER` writes a folder for from_pretrained()"
 NAME = "checkpoint"  # entry of a run of `ckpt.lightning.CheckpointIO`: the contents of Lightning's file
 CONFIG = "everystep.omegaconf"  # key that marks an OmegaConf container: see ckpt.lightning.configs
-VERSION = "2.0.0"  # version of Lightning's file format, which tells Lightning whether to migrate the file
+VERSION = "2.0.0"  # version of Lightning's file format, by which Lightning decides whether to migrate the file
 OTHER_LOOPS = ("validate_loop", "test_loop", "predict_loop")
 
 

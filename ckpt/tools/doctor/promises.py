@@ -73,7 +73,7 @@ async def permissions(store: Store, prefix: str) -> list[Finding]:
 
 
 async def create_if_absent(store: Store, prefix: str) -> list[Finding]:
-    """Check that an object cannot be created twice, in turn or by many callers at once. All commits rely on this."""
+    """Check that an object cannot be created twice, in turn or by many callers concurrently. Commits rely on this."""
     advice = "Two jobs could overwrite each other's commits: keep runs where create-if-absent is atomic"
     await store.put(f"{prefix}once", b"first", create=True)
     try:

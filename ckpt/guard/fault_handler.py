@@ -33,7 +33,7 @@ from ckpt.guard.perceive import Perception
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.triggers import REPLACE_CODE, RETRY_CODE, OnException, OnHang, OnOom, Trigger
 
-CRASHING_S = 0.5  # seconds for a crashing process to make the newest step durable, which memory has already
+CRASHING_S = 0.5  # seconds after an exception for the newest step, which is in memory, to become durable
 OTHERS_S = 60.0  # seconds for other runs of this process to copy their last step into memory
 
 _armed: weakref.WeakSet[FaultHandler] = weakref.WeakSet()  # the armed fault handlers of this process

@@ -18,7 +18,7 @@ from msgspec import Meta
 from ckpt.core.format.manifest import typed
 from ckpt.guard.report import Fault
 
-_LINE = 16  # bytes; writing no more than this is not a line: background threads that wake each other write a few bytes
+_LINE = 16  # bytes written between two samples that count as a line; threads that wake each other write fewer
 _IDLE_SHARE = 0.05  # a process that uses less than this share of one core counts as idle
 
 RUNNING, SLEEPING, DISK, STOPPED, ZOMBIE, GONE, UNKNOWN = _STATES = (

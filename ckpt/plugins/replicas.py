@@ -40,7 +40,7 @@ RETRY_S = 2.0
 POLL_S = 0.02  # interval between two checks for a new snapshot
 SILENCE_S = 120.0  # seconds without a byte in either direction after which a peer is considered lost
 MAX_HEADER = 64 << 20
-OLD_AFTER = 64  # received snapshots between two checks; a rank that sent none of them is considered gone
+OLD_AFTER = 64  # snapshots that this rank sends between two checks; a rank that sent none in this period is gone
 _SIZE = struct.Struct("!I")
 
 

@@ -101,8 +101,8 @@ class FencedError(CheckpointError):
     """A newer job has taken ownership of this run."""
 
     advice = (
-        "Checkpoints that this job committed stay in the run. Only the newer job can save from now on: end this one, "
-        "or give it its own location."
+        "Checkpoints that this job committed stay in the run. Only the newer job can save from now on: end this "
+        "job, or give it another location."
     )
 
 
@@ -242,9 +242,8 @@ class RunGoneError(StoreError):
     """The folder or bucket no longer contains the run that was opened there."""
 
     advice = (
-        "Restore the run at its location, and later saves go there again; or restart the training. Steps in memory "
-        "stay "
-        "there until a new run begins."
+        "Restore the run at its location, so that later saves go there again, or restart the training. Steps in memory "
+        "stay in memory until a new run begins."
     )
 
     @classmethod

@@ -164,8 +164,8 @@ GATHERS = (
     "its state_dict() runs collectives, so it is not called. Parameters, buffers and extra state are saved as they are "
     "in memory; anything else that its hooks add is not saved"
 )
-REARRANGES = "its state_dict() rearranges its parameters. They are saved as they are in memory, which restores the same"
-LEAVES_OUT = "its state_dict() leaves out some parameters or buffers. They are not saved"
+REARRANGES = "its state_dict() rearranges its parameters. They are saved as they are in memory, with the same result"
+LEAVES_OUT = "its state_dict() leaves out some parameters or buffers. These are not saved"
 HAS_MORE = "its state_dict() has more than its parameters and buffers, so it is called at every save"
 
 

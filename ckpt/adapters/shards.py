@@ -165,7 +165,7 @@ class ShardsNode(StateNode):
         shape = tuple(first.shape)
         filled = [(at, tuple(view.shape)) for view, at, _ in boxes if view.numel()]
         if len(filled) > 1 and times_covered(shape, filled)[1] > 1:
-            raise StateError(f"{show(path)}: two pieces of this rank claim the same elements: list each of them once")
+            raise StateError(f"{show(path)}: two pieces of this rank claim the same elements: list each element once")
         division = Division(shape, tuple(boxes), self.target.ranks)
         return StateEntry(show(path), first.tensor.detach(), self.optimizer is not None, division)
 

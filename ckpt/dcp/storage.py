@@ -177,14 +177,14 @@ class StorageWriter(storage.StorageWriter):
         from the log instead."""
         share, step = plan.storage_data, self._now.step
         if not isinstance(share, RankShare) or step is None:
-            raise SaveError("this plan was not made by this writer")
+            raise SaveError("another storage writer made this plan: use one StorageWriter for the whole save")
         own = incarnation.incarnation_of(self._urls)
         then = _spend(share.token, own)
         if then is not None:
             restored = None if then == own else own.restored
             share = read.run(coordinator.renewed(share, self._tiers, step, restored))
         if CheckpointId.parse(share.checkpoint).step != step:
-            raise PeerError(f"rank {share.rank} saves step {step}, but the coordinator {share.checkpoint}")
+            raise PeerError(f"rank {share.rank} saves step {step}, but the coordinator saves {share.checkpoint}")
         if not set(share.tiers) <= set(self._urls):
             raise PeerError(f"rank {share.rank} saves to {', '.join(self._urls)}, but the coordinator to {share.tiers}")
         return share

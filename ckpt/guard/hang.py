@@ -232,7 +232,7 @@ def _elsewhere(ranks: Ranks) -> HangDiagnosis:
         said = ["No rank is in a known collective.", *_where(list(ranks.values()))]
         return HangDiagnosis((), " ".join(said), "unknown")
     kind = "busy" if all(one.state == RUNNING for one in suspects) else "blocked"
-    said = [f"{_names(_of(suspects)).capitalize()} {_verb(suspects, 'stand')} elsewhere than the others."]
+    said = [f"{_names(_of(suspects)).capitalize()} {_verb(suspects, 'execute')} other code than the rest."]
     return HangDiagnosis(_of(suspects), " ".join([*said, *_where(suspects)]), kind)
 
 

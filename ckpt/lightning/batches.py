@@ -168,7 +168,7 @@ class BatchFeed:
                 self._trainer,
                 "training changes %s, which has more than %d items, or new items that are not numbers, so it is not "
                 "saved: after a restart batches may come in another order. Draw the order of an epoch from its number, "
-                "or use a generator of its own",
+                "or use a separate generator",
                 name,
                 orders.MAX_NUMBERS,
             )
@@ -252,8 +252,8 @@ class BatchFeed:
     def _check(fetcher: Any) -> None:
         if hasattr(fetcher, "iterator_wrapper"):
             raise UsageError(
-                "training_step(dataloader_iter) fetches batches itself, so a restart cannot come back to one: use "
-                "`batch` instead"
+                "training_step(dataloader_iter) fetches batches itself, so a restart cannot continue at one: use "
+                "training_step(batch) instead"
             )
 
     # -- save and restore --

@@ -42,7 +42,7 @@ def report_resume(trainer: Any, place: str, step: int, last: str, theirs: int) -
     if theirs > step and last:
         warn(
             trainer,
-            "%s has step %d, but everystep continues at step %d, the newest in %s: to continue from that file, give "
+            "%s has step %d, but everystep continues at step %d, the newest in %s: to continue from the file, give "
             "the callback another location",
             *(last, theirs, step, place),
         )

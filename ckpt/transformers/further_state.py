@@ -49,7 +49,7 @@ def check_further(state: object) -> dict[str, object]:
         raise InvalidArgumentError(f"state= must be a dict of names and objects, such as {{'ema': ema}}, not {state!r}")
     if taken := sorted(OURS & state.keys()):
         raise InvalidArgumentError(
-            f"state= must not use the name {taken[0]!r}: the callback saves the Trainer's own under it"
+            f"state= must not use the name {taken[0]!r}: the callback saves an object of the Trainer under it"
         )
     return state
 

@@ -162,7 +162,7 @@ def _count(number: int | None) -> str:
 
 def _status(view: TopView, width: int) -> list[Text]:
     if not view.looks:
-        further = " into it first" * _is_further(view)
+        further = " has it as its first tier" * _is_further(view)
         return [_line((f"no trainer on this machine{further}", "yellow")), *_not_here(view)]
     stored, looks = view.stored, view.looks
     step, here = max(look.step for look in looks), len(looks)

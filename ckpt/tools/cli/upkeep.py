@@ -94,7 +94,7 @@ class Deletion:
 def announce_wait(seconds: float, by: str = "`ckpt gc`") -> None:
     """Print that the files listed in a PLAN record of the log will be deleted after a wait."""
     print_err(
-        f"the log records what is deleted. Waiting {seconds:g} s for readers to finish; if this is stopped, the next "
+        f"the log lists the files to delete. Waiting {seconds:g} s for readers to finish; if this is stopped, the next "
         f"{by} deletes the files"
     )
 

@@ -101,7 +101,7 @@ def _metadata(file: IO[bytes]) -> Metadata:
             raise ValueError("no Metadata")
         for name, one in found.state_dict_metadata.items():
             if type(name) is not str or type(one) not in (BytesStorageMetadata, TensorStorageMetadata):
-                raise ValueError("a name, or what is under it, of another kind")
+                raise ValueError("a name, or its metadata, is not of the expected type")
             if isinstance(one, TensorStorageMetadata):
                 _check_tensor(name, one)
         for index, info in (found.storage_data or {}).items():

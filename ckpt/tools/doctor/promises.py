@@ -83,7 +83,7 @@ async def create_if_absent(store: Store, prefix: str) -> list[Finding]:
     else:
         return [Finding("create-if-absent", "ignored: an object was created twice", PROBLEM, advice)]
     if bytes(await store.get(f"{prefix}once")) != b"first":
-        return [Finding("create-if-absent", "rejected, but overwritten", PROBLEM, advice)]
+        return [Finding("create-if-absent", "a rejected write replaced the object", PROBLEM, advice)]
     for number in range(ROUNDS):
         if problem := await _race(store, f"{prefix}race{number}"):
             return [Finding("create-if-absent", problem, PROBLEM, advice)]

@@ -102,8 +102,8 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[CheckpointI
     """Raise CorruptError or UnreadableError with advice if it is unknown which files are needed. Does no I/O."""
     if state.damaged:
         raise CorruptError(
-            f"log records {some(state.damaged)} of {url} are damaged or missing, and may protect files that look "
-            "unused: nothing was deleted. Continue in another location: `ckpt copy --all` copies all intact "
+            f"nothing was deleted, because log records {some(state.damaged)} of {url} are damaged or missing, and may "
+            "protect files that look unused. Continue in another location: `ckpt copy --all` copies all intact "
             "checkpoints"
         )
     unreadable = sorted(a for a in (state.commits.keys() & stock.seen) - stock.used.keys() if a not in retiring)

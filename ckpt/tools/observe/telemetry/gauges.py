@@ -78,12 +78,12 @@ KINDS: dict[str, Kind] = {
         "The newest complete step in this tier, which a restart would restore.", label="tier"),
     "ckpt_tier_lag_steps": Kind(
         lambda look: {MEMORY: look.memory_lag} | _tiers("lag_steps")(look) if _started(look) else {},
-        "Steps that would be lost if only this tier survived. If high and growing, it is slower than the rate of "
+        "Steps that would be lost if only this tier survived. If high and growing, the tier is slower than the rate of "
         "checkpoints.", label="tier"),
     "ckpt_tier_lag_seconds": Kind(lambda look: _tiers("lag_s")(look) if _started(look) else {},
         "Training time that would be lost if only this tier survived.", label="tier"),
     "ckpt_tier_waiting": Kind(_tiers("waiting"),
-        "Checkpoints waiting for this tier. Above 1, it is slower than their rate.", label="tier"),
+        "Checkpoints waiting for this tier. Above 1, the tier is slower than their rate.", label="tier"),
     "ckpt_tier_write_bytes_per_second": Kind(lambda look: {tier.url: tier.rate or None for tier in look.tiers},
         "Bytes of state per second that this tier takes, now or for the last checkpoint. If low with a high lag, "
         "the storage is the bottleneck.", label="tier"),

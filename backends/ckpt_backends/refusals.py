@@ -70,7 +70,7 @@ def refusal(code: str, status: int, text: str) -> StoreError:
         return ExistsError(text)
     if code in _FULL or status == 507:
         return FullError(
-            f"no space left: {text}. Free some space, raise the quota, or keep fewer checkpoints: keep=3 on its Tier"
+            f"no space left: {text}. Free some space, raise the quota, or keep fewer checkpoints: Tier(..., keep=3)"
         )
     if code == "InvalidRange" or status == 416:
         return OutOfRangeError(text)

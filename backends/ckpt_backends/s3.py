@@ -337,7 +337,7 @@ class S3Store(RemoteStore):
                 " or storage_options={'key': ..., 'secret': ...}; {'anon': True} for a public bucket"
             )
         if isinstance(error, boto.SSLError):
-            return AccessError(f"{text}. Set AWS_CA_BUNDLE to the certificates to trust")
+            return AccessError(f"{text}. Set AWS_CA_BUNDLE to a file with the certificates to trust")
         if isinstance(error, (boto.ParamValidationError, boto.InvalidRegionError)):
             return AccessError(f"{text}. Correct the URL or the region")
         if isinstance(error, _PASSING) or type(error).__name__ == "ResponseParserError":

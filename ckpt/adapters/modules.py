@@ -761,7 +761,7 @@ class CustomModuleNode(ModuleNode):
             placement.finish(self.path, partial(_load, module, self.path, build, placement.strict, plain, inner))
         for key, value in state.items():
             if key not in claimed and self._is_unclaimed(key, value):
-                placement.problem(f"{self._name(key)} is in the checkpoint, and not in {show(self.path)}")
+                placement.problem(f"{self._name(key)} is in the checkpoint, but not in {show(self.path)}")
 
 
 def _has_other_shape(name: str, entry: StateEntry, placement: Placement) -> bool:
@@ -776,7 +776,7 @@ def _is_plain(entry: StateEntry) -> bool:
 
 def _load(module: nn.Module, path: Path, build: Callable[[], Any], strict: bool, plain: bool, inner: bool) -> None:
     found = load_into(module, as_its_own(module, build()) if plain else build(), strict=strict, inner=inner)
-    texts = {"not in the checkpoint": "missing_keys", "in the checkpoint, and not in the module": "unexpected_keys"}
+    texts = {"not in the checkpoint": "missing_keys", "in the checkpoint, but not in the module": "unexpected_keys"}
     for text, name in texts.items():
         if keys := getattr(found, name, ()):
             logger.warning(

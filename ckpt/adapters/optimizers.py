@@ -132,8 +132,8 @@ class CustomOptimizerNode(OptimizerNode):
             if extra:
                 raise
             log.warning(
-                "%s: its state was restored, but its own load_state_dict() failed with %r, so what the optimizer "
-                "derives from its state when it is loaded may be missing",
+                "%s: its state was restored, but its own load_state_dict() failed with %r, so values that the "
+                "optimizer computes from the loaded state may be missing",
                 show(self.path),
                 error,
             )

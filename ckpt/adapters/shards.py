@@ -139,7 +139,7 @@ class ShardsNode(StateNode):
             own = [each] if isinstance(each, Shard | Tensor) else each
             odd = not isinstance(own, Sequence) or not all(isinstance(s, Shard) for s in own if s is not each)
             if type(name) is not str or odd:
-                raise StateError(f"{show(self.path)}: {name!r} must be a str, with a Shard or a list of them")
+                raise StateError(f"{show(self.path)}: {name!r} must be a str, and its value a Shard or a list of them")
             for one in own:
                 if is_dtensor(memory := _memory(one)):
                     raise StateError(

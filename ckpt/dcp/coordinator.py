@@ -373,7 +373,7 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
     url, checkpoint = tier.url, saving.checkpoint
     for receipt in receipts:
         if receipt.checkpoint != str(checkpoint):
-            raise SaveError(f"rank {receipt.rank} wrote checkpoint {receipt.checkpoint}, but this is {checkpoint}")
+            raise SaveError(f"rank {receipt.rank} wrote checkpoint {receipt.checkpoint}, but this save is {checkpoint}")
         if url in receipt.errors:
             raise SaveError(f"rank {receipt.rank}: {from_wire(receipt.errors[url])}")
     if sorted(r.rank for r in receipts) != list(range(saving.world)):

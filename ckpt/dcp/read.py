@@ -277,9 +277,9 @@ def _target(tensor: Tensor, item: ReadItem) -> Target:
     sizes = tuple(item.lengths)
     if tuple(tensor.shape) != sizes:
         raise MismatchError(
-            f"{item.storage_index.fqn}: the planner returned shape {list(tensor.shape)} for {list(sizes)}"
+            f"{item.storage_index.fqn}: the planner returned a tensor of {list(tensor.shape)} for {list(sizes)}"
         )
     if tensor.dtype not in DTYPE_NAME:
-        raise MismatchError(f"{item.storage_index.fqn}: nothing can be loaded into {tensor.dtype}")
+        raise MismatchError(f"{item.storage_index.fqn}: a tensor of dtype {tensor.dtype} cannot be filled")
     chunk = item.storage_index.offset or (0,) * len(sizes)
     return Target(tensor, (tuple(i + j for i, j in zip(chunk, item.storage_offsets, strict=True)), sizes))

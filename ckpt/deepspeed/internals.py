@@ -235,7 +235,7 @@ class Engine:
         for master in self._masters:
             if not self.optimizer.state.get(master):
                 if any(group.get("dampening") for group in self.optimizer.param_groups):
-                    raise UsageError("ckpt.deepspeed: SGD with dampening does not start from zeros: not supported")
+                    raise UsageError("ckpt.deepspeed does not support SGD with dampening: it does not start from zeros")
                 self.optimizer.state[master] = self._example(master)
         if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
             self._zero._lazy_init_hp_params_optimizer_state()

@@ -71,7 +71,7 @@ def _ask_ranks(world: World, seen: dict[int, Evidence], step: int) -> dict[int, 
                         break
             time.sleep(0.05)
     except (CheckpointError, ValueError, TypeError) as error:
-        log.info("other ranks did not report what they do: %s", error)
+        log.info("other ranks did not report their activity: %s", error)
     return observed | seen | reported
 
 

@@ -118,7 +118,7 @@ class NoticeWatch:
                 self._spawn(f"ckpt-{source}", self._follow, make(self._services[-1], poll_s), poll_s)
         for at, before_s, what in dict.fromkeys(self._moments()):
             if at <= _wall():
-                log.warning("%s, which is past, so nothing is saved before it", what)
+                log.warning("%s, which has passed, so no save is made before it", what)
             else:
                 self._spawn("ckpt-deadline", self._await, at, before_s, what)
 

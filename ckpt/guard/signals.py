@@ -62,7 +62,7 @@ class Wakeup:
             names = ", ".join(number.name for number in self.numbers)
             log.warning(
                 "%s: not a trigger, because the Checkpointer was not created in the main thread, where Python handles "
-                "signals. If one ends the process, the writer keeps the memory, as after any crash",
+                "signals. If a signal ends the process, the writer keeps the memory, as after any crash",
                 names,
             )
             return

@@ -105,7 +105,7 @@ class Replicator:
     async def _take_one(self, sock: socket.socket) -> None:
         size = _SIZE.unpack(await _read(sock, _SIZE.size, wait_s=None))[0]
         if size > MAX_HEADER:
-            raise ValueError(f"a header of {size} bytes")
+            raise ValueError(f"a header of {size} bytes is too large")
         header = json.loads(bytes(await _read(sock, size)))
         if "drop" in header:
             self._discard(int(header["rank"]), CheckpointId.parse(header["drop"]))
@@ -115,7 +115,7 @@ class Replicator:
         arena = await self._arena_for(rank, int(header["slots"]), int(header["slot_size"]))
         data_size = layout.arrangement.data_size
         if not values_size >= 0 or not arena.fits(data_size, values_size):
-            raise ValueError("a snapshot that does not fit into its slot")
+            raise ValueError("a snapshot does not fit into its slot")
         order = 1 + max([0, *(label.order for _, label in arena.sealed())])
         held = arena.sealed()
         empty = sorted(set(range(arena.slots)) - {slot for slot, _ in held})

@@ -394,7 +394,7 @@ class CheckpointCallback(TrainerCallback):
         elif not self._said_missing:
             self._said_missing = True
             there = ", ".join(sorted(self._measured))
-            logger.warning("best=Best(%r): no evaluation has measured this; the metrics are: %s", best.monitor, there)
+            logger.warning("best=Best(%r): no evaluation measured this metric; there are: %s", best.monitor, there)
 
     def _end(self) -> None:
         self._paused.close()

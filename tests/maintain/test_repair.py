@@ -245,7 +245,7 @@ def test_repair_restores_available_pieces_only(made: Path, run: Path, call: Call
     wanted = bytearray(data_file(made / "near", 2).read_bytes())
     wanted[place_of(data_file(run, 2), "noise") + 11] ^= 1
     found = call("repair", run, "--yes")
-    assert found.code == 1 and "LOST: its content is nowhere else" in found.out and "Damage remains" in found.out
+    assert found.code == 1 and "LOST: no other copy of its content" in found.out and "Damage remains" in found.out
     assert data_file(run, 2).read_bytes() == bytes(wanted)
     problems = [p for c in call("verify", run, "--all", "--json").json["checkpoints"] for p in c["problems"]]
     assert problems and all(p.startswith("noise") for p in problems)

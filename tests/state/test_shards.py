@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "replicas=[1] must be ranks of [0, 1]",
     ),
     "replicas beyond the ranks": (ckpt.state.Shard(FULL, (20,), replicas=(0, 2)), "replicas=[0, 2] must be ranks of"),
-    "no shard": ([FULL], "must be a str, with a Shard or a list of them"),
+    "no shard": ([FULL], "must be a str, and its value a Shard or a list of them"),
     "sparse": (ckpt.state.Shard(FULL.to_sparse(), (20,)), "s.w: this tensor is torch.sparse_coo"),
 }
 

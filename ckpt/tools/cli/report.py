@@ -72,7 +72,7 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
     """
     if output is not None:
         if as_json:
-            raise click.UsageError("--json and -o cannot be combined: each is a form of the whole report")
+            raise click.UsageError("--json and -o cannot be combined: each prints the whole report")
         refuse_existing(output, force)
     try:
         url, accounts, faults, damaged, state = asyncio.run(_read(url))

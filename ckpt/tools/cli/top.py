@@ -45,7 +45,7 @@ def top(run: str | None, once: bool, interval_s: float, as_json: bool) -> int:
         return show_writers(as_json)
     place = run if run.startswith("memory:") else normalise(run)
     if place == "memory:":
-        raise click.UsageError("memory: needs a name: memory:NAME, as in Checkpointer(..., name=NAME)")
+        raise click.UsageError("memory: needs a name: memory:NAME, as in Options(name=NAME)")
     able = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     single = once or as_json or not able
     with RunWatch(place) as sources:

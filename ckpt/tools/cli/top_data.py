@@ -77,8 +77,8 @@ class RunWatch:
             return self.view()
         if stored is None and self._there is None:
             raise UsageError(
-                f"{self.shown}: this run has no writer on this machine that you can reach. Run this as the user who "
-                "trains"
+                f"{self.shown}: this run has no writer on this machine that you can reach. Run the "
+                "command as the user who runs the training"
             )
         if stored is not None and stored.missing:
             raise NoCheckpointError(f"{stored.error}. Give the folder or URL that a Checkpointer saves to")

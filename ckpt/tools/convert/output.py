@@ -93,7 +93,7 @@ def local_path(target: str) -> Path:
     """Return the path of a local file or folder. Raise UsageError for a URL that is not local."""
     if folder_of(normalise(target)) is None:
         raise UsageError(
-            f"{target} is not on this machine: write to a local folder and copy it there, a run with `ckpt copy`"
+            f"{target} is not on this machine: write to a local folder, and copy it there (a run with `ckpt copy`)"
         )
     text = re.sub(r"^file://", "", target, flags=re.IGNORECASE)
     return Path(text).expanduser().absolute()  # without resolving links, so that a link at the target is detected

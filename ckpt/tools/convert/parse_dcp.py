@@ -162,7 +162,7 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
     """Return the state as nested dicts and lists. Empty ones are missing, because torch does not write them."""
     numbers = [key for path in paths.values() for key in path if type(key) is int]
     if any(len(path) > MAX_DEPTH for path in paths.values()) or not all(0 <= n < len(paths) + 1000 for n in numbers):
-        raise CorruptError("a state that is nested too deeply, or has impossibly long lists")
+        raise CorruptError("the state is nested too deeply, or has impossibly long lists")
     if len(set(paths.values())) != len(paths):
         raise CorruptError("two entries of the state have the same path")
     try:

@@ -189,5 +189,5 @@ def _number(folder: FilePath, value: Any) -> Any:
     if not is_tensor(value):
         return value
     if value.dtype != "F32" or math.prod(value.shape) != 1:
-        raise ValueError("a loss scale of another kind")
+        raise ValueError("the loss scale has an unexpected type")
     return float(np.fromfile(folder / value.file, "<f4", 1, offset=value.at)[0])

@@ -82,7 +82,7 @@ class CopyFinder:
         await asyncio.shield(self._looking)
         sheet, row = piece.rows[0]
         table, codec = sheet.table, int(sheet.table.codec[row])
-        piece.why = "its content is nowhere else"
+        piece.why = "no other copy of its content exists"
         for store, theirs, r in self._rows.get(table.content(row), ())[:TRIES]:
             have = partial(_chunk, store, theirs, r)
             if not await _works(have):
@@ -116,7 +116,7 @@ class CopyFinder:
             except (CorruptError, StoreError) as error:
                 if is_unreadable(error):
                     raise
-        raise CorruptError("its base is nowhere")
+        raise CorruptError("no intact copy of its base exists")
 
     async def _encoded(
         self, piece: DamagedRange, table: Table, row: int, word: int, have: Callable[[], Awaitable[bytes]]

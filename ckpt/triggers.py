@@ -19,7 +19,7 @@ from datetime import datetime
 from ckpt.errors import InvalidArgumentError
 
 GRACE_S = 25.0  # torchrun, Slurm (KillWait) and Kubernetes allow 30 s between SIGTERM and SIGKILL
-DEADLY = (  # signals that cannot be triggers, because Python or this library cannot handle them
+DEADLY = (  # signals that cannot be triggers: Python cannot handle them, or faulthandler handles them
     signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
 )  # fmt: skip
 SOURCES = ("ec2", "gce", "azure")

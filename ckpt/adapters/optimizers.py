@@ -228,7 +228,7 @@ TRUSTED = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "
 
 
 def _is_trusted(owner: type) -> bool:
-    """Return True if a class is from torch.optim or a `TRUSTED` package. torch.distributed's wrappers are not."""
+    """Return True if a class is defined in torch.optim or in a `TRUSTED` package, but not in torch.distributed."""
     return owner.__module__.startswith("torch.optim.") or owner.__module__.split(".")[0] in TRUSTED
 
 

@@ -50,7 +50,7 @@ class Wakeup:
         # True after reading has stopped. A signal that would end the process then does so after `put_back`.
         self.deaf = False
         self._missed: list[int] = []
-        self._taken = False  # True once the interpreter has written to our descriptor
+        self._taken = False  # True once the interpreter was given our descriptor
         # Stored once, because each access to a method creates a new object, and handlers are compared by identity.
         self._ours: Callable[[int, Any], None] = self._handle
 

@@ -158,8 +158,8 @@ def tiers(job: PlannedJob, n: Numbers) -> list[PlannedTier]:
 
 
 def served(chosen: Sequence[PlannedTier], n: Numbers, step_s: float) -> dict[str, float]:
-    """Return for each tier the share of faults after which the job is restored from it. That is the tier with the
-    newest step on average, or the nearest one if intervals are unknown. UsageError: no tier survives a fault."""
+    """Return the share of the faults that are restored from each tier: the one with the newest step on average, or the
+    nearest one if intervals are unknown. Raise UsageError if no tier survives a kind of fault."""
     found = dict.fromkeys((one.name for one in chosen), 0.0)
     for kind, share in shares(n).items():
         left = [one for one in chosen if kind in one.survives and one.every != 0]

@@ -49,7 +49,7 @@ from ckpt.store import folder_of
 
 T = TypeVar("T")
 
-SPARSE = 10_000  # maximum gap in a list: elements without a name, which may be empty
+SPARSE = 10_000  # a list may have this many more elements than the state has names, because empty elements have no name
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def attach(
 
 
 class _Schedule:
-    """Megatron's learning rate schedule. Megatron adds a loaded step to the current one, so this wrapper resets it."""
+    """Megatron's learning rate schedule. Megatron adds a loaded step to the current one, so that is set to 0 first."""
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule

@@ -345,11 +345,11 @@ class S3Store(RemoteStore):
         return super().translated(error, what)
 
     def _answered(self, error: Any, what: str) -> StoreError:
-        said, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
-        code, status = str(said.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
+        details, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        code, status = str(details.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
         if code.isdigit():  # the response to a HEAD has no body, so botocore uses the HTTP status as the error code
             code, status = "", status or int(code)
-        text = self.clean(f"{what}: {code or status} {said.get('Message', '')}".rstrip())
+        text = self.clean(f"{what}: {code or status} {details.get('Message', '')}".rstrip())
         region = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
         if region and status in (301, 307, 400):
             text += f" (the bucket is in {region})"

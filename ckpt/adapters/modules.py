@@ -496,10 +496,10 @@ class CustomModuleNode(ModuleNode):
         loose = []
         for e in (*collect.entries, *exact.entries):
             of, whole = e.part_of, e.owner.tensor
-            mine = replicas.get(id(whole))
+            ranks = replicas.get(id(whole))
             guarded = isinstance(whole, nn.Parameter)
-            of = of and StateEntry(of.name, whole, guarded, mine)
-            loose.append(StateEntry(e.name, e.tensor, guarded, mine or e.alike, part_of=of, around=e.around))
+            of = of and StateEntry(of.name, whole, guarded, ranks)
+            loose.append(StateEntry(e.name, e.tensor, guarded, ranks or e.alike, part_of=of, around=e.around))
         return Contents(piece.fixed, loose, pairs(state), piece.facts)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
@@ -562,8 +562,8 @@ class CustomModuleNode(ModuleNode):
             load = partial(hand_back, module, bool(prefix))
             if new:
                 path = (*self.path, prefix.rstrip(".")) if prefix else self.path
-                mine = {self._key(name).removeprefix(prefix): tensor for name, tensor in new.items()}
-                load = partial(hand_resized, module, path, mine, placement.strict, bool(prefix))
+                tensors = {self._key(name).removeprefix(prefix): tensor for name, tensor in new.items()}
+                load = partial(hand_resized, module, path, tensors, placement.strict, bool(prefix))
             placement.finish(self.path, partial(self._load_exactly, prefix, module, filled, new, load))
 
     def _load_exactly(
@@ -752,9 +752,9 @@ class CustomModuleNode(ModuleNode):
                 placement.problem(f"{self._name(key)} is not in the checkpoint")
         outer = {p: m for p, m in self._own.custom.items() if not p.startswith(tuple(whole))}
         for prefix, module in (*outer.items(), *whole.items()):
-            mine = {key: value for key, value in state.items() if key.startswith(prefix)}
-            claimed |= mine.keys()
-            values = pairs({k.removeprefix(prefix): v for k, v in mine.items()})
+            saved = {key: value for key, value in state.items() if key.startswith(prefix)}
+            claimed |= saved.keys()
+            values = pairs({k.removeprefix(prefix): v for k, v in saved.items()})
             build = placement.build(values, like=live, guarded=weights)
             plain = prefix not in self._own.custom
             inner = self._own.is_inner(prefix)

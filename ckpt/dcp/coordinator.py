@@ -399,9 +399,9 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
             logger.warning("postponed the clean-up of %s: %s", url, error)
 
 
-async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:
+async def _tidy(log: RunLog, owner: Acquire, tier: Tier, place: Known) -> None:
     """Apply retention like the writer of a `Checkpointer`. Files that are being read are deleted at a later save."""
-    await place.trimmer.step(log, mine)
+    await place.trimmer.step(log, owner)
     now = time.monotonic()
     expired = [key for when, keys in place.leaving if when <= now for key in keys]
     place.leaving = [(when, keys) for when, keys in place.leaving if when > now]
@@ -418,5 +418,5 @@ async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:
     spared = frozenset(key for _, keys in place.leaving for key in keys)
     place.sweeps += 1
     await retention.retire(
-        log, mine, tier.keeping, place.verified, orphans=full, spared=spared, delete=later if grace_s else None
+        log, owner, tier.keeping, place.verified, orphans=full, spared=spared, delete=later if grace_s else None
     )

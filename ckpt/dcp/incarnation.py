@@ -91,11 +91,11 @@ def known(url: str) -> Known:
         return _known.setdefault(url, Known())
 
 
-def owner_known(urls: tuple[str, ...], mine: Incarnation) -> Acquire | None:
+def owner_known(urls: tuple[str, ...], job: Incarnation) -> Acquire | None:
     """Return the term with which this job last saved to these tiers."""
     found, owner = _owners.get(urls, (None, None))
-    return owner if found == mine else None
+    return owner if found == job else None
 
 
-def note_owner(urls: tuple[str, ...], mine: Incarnation, owner: Acquire) -> None:
-    _owners[urls] = (mine, owner)
+def note_owner(urls: tuple[str, ...], job: Incarnation, owner: Acquire) -> None:
+    _owners[urls] = (job, owner)

@@ -110,8 +110,8 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
                     away = away or error
                 logger.warning("step %d cannot be read from %s: %s", checkpoint.step, url, error)
                 continue
-            mine = (checkpoint.term, checkpoint.nonce)
-            roots = {u: log.root for u, log in logs.items() if mine in {(a.term, a.nonce) for a in log.state.acquires}}
+            term = (checkpoint.term, checkpoint.nonce)
+            roots = {u: log.root for u, log in logs.items() if term in {(a.term, a.nonce) for a in log.state.acquires}}
             return Found(url, checkpoint, saved, tuple(u for u in urls if u != url), roots)
         if away is not None:
             text = f"step {checkpoint.step} cannot be read now: {away}. To use an older step, pass its checkpoint_id"

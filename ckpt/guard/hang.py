@@ -181,11 +181,11 @@ def _not_there(ranks: Ranks) -> HangDiagnosis | None:
 def _nothing_heard(ranks: Ranks, unseen: tuple[int, ...]) -> HangDiagnosis:
     where = {one.collective for one in ranks.values()}
     if "" in where:  # no rank waits in a collective: otherwise `_not_there` would have found a suspect
-        said = [f"No response from {_names(unseen)}.", *_where(list(ranks.values()))]
-        return HangDiagnosis(unseen, " ".join(said), "unknown")
+        sentences = [f"No response from {_names(unseen)}.", *_where(list(ranks.values()))]
+        return HangDiagnosis(unseen, " ".join(sentences), "unknown")
     shown = ", ".join(sorted({one.waits_in for one in ranks.values()}))
-    heard = f"{_names(list(ranks)).capitalize()} {_verb(list(ranks))} in {shown}"
-    why = f"{heard}, without a response from {_names(unseen)}: check their hosts and the network."
+    waiting = f"{_names(list(ranks)).capitalize()} {_verb(list(ranks))} in {shown}"
+    why = f"{waiting}, without a response from {_names(unseen)}: check their hosts and the network."
     return HangDiagnosis(unseen, why, "missing from a collective")
 
 
@@ -229,11 +229,11 @@ def _elsewhere(ranks: Ranks) -> HangDiagnosis:
     places = {rank: _function(_own_frame(one.stack)) for rank, one in ranks.items()}
     suspects = [ranks[rank] for rank in _odd(places)]
     if not any(places.values()) or len(set(places.values())) == 1 or len(suspects) == len(ranks):
-        said = ["No rank is in a known collective.", *_where(list(ranks.values()))]
-        return HangDiagnosis((), " ".join(said), "unknown")
+        sentences = ["No rank is in a known collective.", *_where(list(ranks.values()))]
+        return HangDiagnosis((), " ".join(sentences), "unknown")
     kind = "busy" if all(one.state == RUNNING for one in suspects) else "blocked"
-    said = [f"{_names(_of(suspects)).capitalize()} {_verb(suspects, 'execute')} other code than the rest."]
-    return HangDiagnosis(_of(suspects), " ".join([*said, *_where(suspects)]), kind)
+    sentences = [f"{_names(_of(suspects)).capitalize()} {_verb(suspects, 'execute')} other code than the rest."]
+    return HangDiagnosis(_of(suspects), " ".join([*sentences, *_where(suspects)]), kind)
 
 
 # -- format as text --

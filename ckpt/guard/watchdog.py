@@ -200,7 +200,7 @@ class Watchdog:
     # -- hangs --
 
     async def _look(self) -> None:
-        pace, told, patience = StepPace(self.hang or OnHang()), -1, 0.0
+        pace, reported, patience = StepPace(self.hang or OnHang()), -1, 0.0
         while True:
             await asyncio.sleep(LOOK_S)
             beat, now = self.heartbeat.read(), time.monotonic()
@@ -211,7 +211,7 @@ class Watchdog:
                 patience = 0.0
                 continue
             limit_s = pace.limit_s or 0.0
-            if beat.calls == told or idle_s < patience:
+            if beat.calls == reported or idle_s < patience:
                 continue
             try:
                 samples = await self._samples(beat.calls)
@@ -219,7 +219,7 @@ class Watchdog:
                 log.warning("cannot inspect the trainer: %r", error)
                 continue
             if samples and (still(samples) or idle_s > SURELY * limit_s):
-                told = beat.calls
+                reported = beat.calls
                 self._on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1]))
             elif samples:
                 patience = idle_s + limit_s / 2  # the trainer is slow but works: check again after half the limit

@@ -228,16 +228,16 @@ async def _write(url: str, frozen: Any, step: int) -> None:
     layout, data, values = frozen
     async with written_run(url) as log:
         await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train the run
-        mine = await acquire(log, new_nonce())
-        checkpoint = CheckpointId(mine.term, step, mine.nonce)
+        owner = await acquire(log, new_nonce())
+        checkpoint = CheckpointId(owner.term, step, owner.nonce)
         try:
             written = await write_part(log.store, RankSnapshot(checkpoint, layout, data, values))
-            await commit(log, mine, [written])
+            await commit(log, owner, [written])
         except RunGoneError:
             await OpenTier(url, retention.Keep(1), log).remove_rest(checkpoint)
             raise
         if len(log.state.commits) > retention.ALWAYS:  # only for a path that is saved repeatedly, for example last.ckpt
-            await retention.retire(log, mine, retention.Keep(last=1), {checkpoint})
+            await retention.retire(log, owner, retention.Keep(last=1), {checkpoint})
 
 
 async def _is_empty(url: str) -> bool:

@@ -71,9 +71,9 @@ class LoopHooks:
             (trainer._logger_connector, "update_train_epoch_metrics", self._update_train_epoch_metrics),
         ]
         self._names = [(loop, name) for loop, name, _ in calls]
-        for loop, name, mine in calls:
+        for loop, name, added in calls:
             theirs = getattr(loop, name)
-            setattr(loop, name, lambda *args, mine=mine, theirs=theirs: mine(theirs, *args))
+            setattr(loop, name, lambda *args, added=added, theirs=theirs: added(theirs, *args))
 
     def detach(self) -> None:
         """Remove the calls from the loops."""

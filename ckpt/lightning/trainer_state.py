@@ -322,12 +322,12 @@ def _logged(trainer: Any) -> State:
         meta = one.meta
         if one.has_reset or not meta.on_epoch or meta.sync.group is not None:
             continue
-        said = {word: getattr(meta, word) for word in SAID}
-        said |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+        args = {word: getattr(meta, word) for word in SAID}
+        args |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
         reduce = meta.reduce_fx.__name__
         value = {"value": one.value, "step": one._forward_cache} if one.is_tensor else {}
         value |= {"count": getattr(one, "cumulated_batch_size", None)}
-        found[key] = {"said": said, "reduce": reduce, "builtin": meta.reduce_fx is vars(builtins).get(reduce), **value}
+        found[key] = {"said": args, "reduce": reduce, "builtin": meta.reduce_fx is vars(builtins).get(reduce), **value}
     return {"sums": found, "first": connector._first_loop_iter, "fx": connector._current_fx}
 
 

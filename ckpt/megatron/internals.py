@@ -305,8 +305,8 @@ def _tied_embedding(chunks: list[Any]) -> Tensor | None:
 
 def _boxes_of(chunk: Any, stage: tuple[int, ...]) -> Iterator[tuple[Tensor, list[Box]]]:
     """Yield each parameter of a chunk with the boxes of the whole model that it consists of. Layers differ in name."""
-    said = chunk.module.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-    for one in nested_values(said):
+    sharded = chunk.module.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    for one in nested_values(sharded):
         if isinstance(one, ShardedTensor | ShardedTensorFactory) and not isinstance(one.data, torch.nn.Parameter):
             raise UsageError(f"ckpt.megatron: {one.key} is a buffer: not supported yet")
         if isinstance(one, ShardedTensor):

@@ -103,7 +103,7 @@ def place_of(checkpoint: Any) -> str:
     commands. Raise UnreadableError if its file cannot be read now, CorruptError if it is lost or damaged."""
     with checkpoint.as_directory() as folder:
         try:
-            said = json.loads(run(chunks.files(read_regular, Path(folder, POINTER), MAX_POINTER)))
-            return f"{said['run']}@{int(said['step'])}"
+            pointer = json.loads(run(chunks.files(read_regular, Path(folder, POINTER), MAX_POINTER)))
+            return f"{pointer['run']}@{int(pointer['step'])}"
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CorruptError(f"{checkpoint.path} is not a checkpoint that ckpt.ray reported: {error}") from None

@@ -139,9 +139,9 @@ def local_ranks(world: int, environment: Mapping[str, str], per_node: int | None
     if per_node is not None:
         return min(world, per_node), ""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        said = environment.get(name, "")
-        if said.isdigit() and int(said) > 0:
-            return min(world, int(said)), f", from {name}"
+        value = environment.get(name, "")
+        if value.isdigit() and int(value) > 0:
+            return min(world, int(value)), f", from {name}"
     if gpus := gpu_count():
         return min(world, gpus), ", one for each GPU" if world > gpus else ""
     return min(world, PER_NODE), " (assumed: set --per-node)" if world > PER_NODE else ""

@@ -361,10 +361,10 @@ def _elsewhere(view: TopView) -> list[Text]:
     if stored is None or not stored.at:
         return [_line(who, ("nothing is known about them" + " yet" * view.reading, ""))]
     newest = "no checkpoint" if stored.newest is None else f"step {_count(stored.newest)}"
-    heard = ""
+    progress = ""
     if stored.seen_step is not None and stored.seen_rank in ranks:
-        heard = f"r{stored.seen_rank} at step {_count(stored.seen_step)}, {moment(stored.seen_at)}"
-    return [_line(who, (f"the run's location has {newest} of all ranks", ""), (heard, ""))]
+        progress = f"r{stored.seen_rank} at step {_count(stored.seen_step)}, {moment(stored.seen_at)}"
+    return [_line(who, (f"the run's location has {newest} of all ranks", ""), (progress, ""))]
 
 
 def _last_fault(view: TopView, width: int) -> list[Text]:
@@ -374,6 +374,6 @@ def _last_fault(view: TopView, width: int) -> list[Text]:
     if not known:
         return []
     at, text = max(known, key=lambda one: one[0])
-    told = safe(f"last fault {at[:19].replace('T', ' ')}Z: {text}")
+    line_text = safe(f"last fault {at[:19].replace('T', ' ')}Z: {text}")
     style = "yellow" if view.trains else "red"
-    return [_line((line, style)) for line in wrap(told, width, max_lines=FAULT, placeholder="...")]
+    return [_line((line, style)) for line in wrap(line_text, width, max_lines=FAULT, placeholder="...")]

@@ -31,14 +31,14 @@ def trigger(run: str, why: str, as_json: bool) -> int:
     problem = "this run has no writer on this machine that you can reach"
     for _, key in sorted(keys.items()):
         try:
-            heard = channel.ask_once(key, TriggerSave(why), ASK_S)
+            reply = channel.ask_once(key, TriggerSave(why), ASK_S)
         except CheckpointError as error:
             problem = str(error)
             continue
-        if heard is not None:
+        if reply is not None:
             if as_json:
-                return print_json(structs.asdict(heard))
-            put(f"requested a save from rank {heard.rank} (process {heard.pid}) at step {heard.step}")
+                return print_json(structs.asdict(reply))
+            put(f"requested a save from rank {reply.rank} (process {reply.pid}) at step {reply.step}")
             return 0
     raise UsageError(
         f"{place}: {problem}. Give the first tier of a Checkpointer that trains here, and run this as the same user"

@@ -101,8 +101,8 @@ def _foreign(folder: FilePath, files: list[str], weights: dict[str, str] | None,
     metadata: dict[str, str] = {}
     notes: list[str] = []
     for file in files:
-        tensors, said = _read(folder, file)
-        metadata |= said
+        tensors, own_metadata = _read(folder, file)
+        metadata |= own_metadata
         for name, tensor in tensors.items():
             if weights is not None and weights.get(name) != file:
                 notes.append(f"skipped {name} in {file}, which is not in the index")

@@ -107,8 +107,8 @@ class RunOrigin:
         if self.saved.complete:
             yield from (p.partition(" (rank ")[0] for p in self.plain() if p.endswith(")") and " (rank " in p)
         else:  # comparing the values would need the manifests of all ranks
-            said = (component for view in self.saved.views for component in view.components)
-            yield from (show(tuple(c["path"])) for c in said if c["kind"] not in SHARED_KINDS)
+            components = (component for view in self.saved.views for component in view.components)
+            yield from (show(tuple(c["path"])) for c in components if c["kind"] not in SHARED_KINDS)
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
         if not isinstance(other, RunOrigin):

@@ -139,8 +139,8 @@ async def _finish(folder: Path, checkpoint: CheckpointId, snapshots: list[RankSn
         await store.put("FORMAT.json", new_format())
         log = RunLog(store)
         await log.open()
-        mine = await acquire(log, checkpoint.nonce)
-        await commit(log, mine, [await _part(store, snapshot, sums) for snapshot in snapshots])
+        owner = await acquire(log, checkpoint.nonce)
+        await commit(log, owner, [await _part(store, snapshot, sums) for snapshot in snapshots])
     finally:
         await store.aclose()
 

@@ -155,8 +155,8 @@ class CopyFinder:
             table = sheet.content  # with many ranks, only tables that reference a damaged file are in memory
             if table is None or sheet.layout is None or sheet.layout.rank != rank or info.key not in table.files:
                 continue
-            mine = (table.file[: table.owned] == table.files.index(info.key)) & (table.stored[: table.owned] > 0)
-            for row in np.flatnonzero(mine).tolist():
+            in_file = (table.file[: table.owned] == table.files.index(info.key)) & (table.stored[: table.owned] > 0)
+            for row in np.flatnonzero(in_file).tolist():
                 rows.setdefault(int(table.offset[row]), (sheet, row))
         at = info.header_size
         for offset in sorted(rows):

@@ -83,10 +83,10 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
                 there.add(key)
     found: list[int | None] = []
     for commit in commits:
-        mine = [(commit.checkpoint, rank) for rank, _ in commit.manifests]
+        folders = [(commit.checkpoint, rank) for rank, _ in commit.manifests]
         without = [row for row in commit.manifests if (commit.checkpoint, row[0]) not in there] if commit.full else []
         gone = await _any_lost(log, commit, without)
-        found.append(None if gone else sum(sizes[key] for key in mine))
+        found.append(None if gone else sum(sizes[key] for key in folders))
     return found, total
 
 

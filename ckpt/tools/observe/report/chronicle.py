@@ -126,8 +126,8 @@ def _incidents(line: Sequence[PlacedAccount], faults: Sequence[Fault]) -> list[I
     for one in line:
         for seen in one.account.faults:
             at = one.account.wall(seen.at)
-            told = (f for f in faults if f.kind == seen.kind or (seen.ends and f.ending and f.term in one.terms))
-            if not any(abs(at - fault.when) < TOGETHER_S for fault in told):
+            reports = (f for f in faults if f.kind == seen.kind or (seen.ends and f.ending and f.term in one.terms))
+            if not any(abs(at - fault.when) < TOGETHER_S for fault in reports):
                 step = seen.step if seen.step >= 0 else None
                 asked = was_asked(seen.kind, seen.by, ends=seen.ends)
                 found.append(Incident(at, seen.kind, (seen.rank,), step, seen.summary, (), False, asked=asked))

@@ -86,16 +86,16 @@ def summary(found: Statement) -> list[tuple[str, str]]:
         ("stopped on purpose", found.idle_s),
         ("copied", found.moved_s),
     )
-    if told := ", ".join(f"{duration(s)} {what}" for what, s in besides if s > 0):
-        rows.append(("counted nowhere", told))
+    if uncounted := ", ".join(f"{duration(s)} {what}" for what, s in besides if s > 0):
+        rows.append(("counted nowhere", uncounted))
     return rows
 
 
 def trained_line(found: Statement, share: float) -> str:
     """Return the share of time in steps that count, and the paused and other time that goodput includes in addition."""
     besides = (("paused", found.paused_s), ("other", found.other_s))
-    told = " and ".join(f"{duration(seconds)} {name}" for name, seconds in besides if seconds >= LEAST_S)
-    return f"{percent(share)} in steps that count" + f"; effective also includes {told}" * bool(told)
+    included = " and ".join(f"{duration(seconds)} {name}" for name, seconds in besides if seconds >= LEAST_S)
+    return f"{percent(share)} in steps that count" + f"; effective also includes {included}" * bool(included)
 
 
 def state_line(found: Statement) -> str:

@@ -153,16 +153,16 @@ class Observers:
 
     def _who(self) -> RankStatus:
         """Return a status with the run, the trainer's settings, and the trainer's state."""
-        told, account, owner = self._told, self._books.account, self._run.owner
+        introduced, account, owner = self._told, self._books.account, self._run.owner
         trainer = self._trainer.state()
-        metrics = (told and told.metrics) or {}
+        metrics = (introduced and introduced.metrics) or {}
         now, last = time.monotonic(), self._reporter.last
         ended = now if self._trainer.ended_at is None else self._trainer.ended_at
         return RankStatus(
-            run=shown(told.url) if told else "",
+            run=shown(introduced.url) if introduced else "",
             at=time.time(),
-            rank=told.rank if told else 0,
-            world=told.world if told else 1,
+            rank=introduced.rank if introduced else 0,
+            world=introduced.world if introduced else 1,
             host=socket.gethostname(),
             pid=self._trainer.pid,
             writer=os.getpid(),
@@ -170,7 +170,7 @@ class Observers:
             trainer=trainer,
             leaves_s=self._leaves_s(now) if trainer in ("dead", "left") else None,
             slowed_s=None if account is None else sum(row.slowed for row in account.rows),
-            wall_s=max(0.0, ended - (told.opening if told else now)),
+            wall_s=max(0.0, ended - (introduced.opening if introduced else now)),
             faults=self._reporter.seen,
             fault=last.line[:MOST_TEXT] if last else "",
             fault_at=last.time if last else "",

@@ -1,7 +1,7 @@
 """The identity of this process as a job, and the data that this process keeps for each tier.
 
-All processes that save for one job have the same *incarnation*: the trainer, and the process that `dcp.async_save` may
-start, which receives the incarnation with the pickled writer. Loading a checkpoint begins a new incarnation that
+All processes that save for one job have the same `Incarnation`: the trainer, and the process that `dcp.async_save` may
+start, which receives it with the pickled writer. Loading a checkpoint begins a new `Incarnation` that
 continues from it; later checkpoints leave the history, as after `Checkpointer.restore`. The log has these facts too.
 """
 
@@ -53,7 +53,7 @@ _numbers = itertools.count(1)
 
 
 def incarnation_of(urls: Sequence[str]) -> Incarnation:
-    """Return the newest incarnation that is stored for these tiers, or a new one. Store it for all of these tiers."""
+    """Return the newest `Incarnation` that is stored for these tiers, or a new one. Store it for all of these tiers."""
     with _lock:
         there = [_incarnations[url] for url in urls if url in _incarnations]
         newest = max(there, key=lambda i: i.number, default=None) or Incarnation(new_nonce(), None, next(_numbers))
@@ -73,7 +73,7 @@ def went_back(roots: Mapping[str, str], checkpoint: CheckpointId) -> None:
 
 
 def adopt(urls: Sequence[str], incarnation: Incarnation) -> None:
-    """Use the incarnation of another process for these tiers until this process loads a checkpoint itself."""
+    """Use the `Incarnation` of another process for these tiers until this process loads a checkpoint itself."""
     with _lock:
         _incarnations.update(dict.fromkeys(urls, replace(incarnation, number=next(_numbers))))
 

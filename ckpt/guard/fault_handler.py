@@ -62,7 +62,7 @@ class _Excepthook:
 
 
 class FaultHandler:
-    """Handles the faults of one Checkpointer. Call `start`, `stop` and `exception` from the main thread."""
+    """Handles the faults of a Checkpointer. Call `start`, `stop` and `exception` from the main thread."""
 
     def __init__(
         self,

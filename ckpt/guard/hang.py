@@ -52,7 +52,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The activity of the trainer of one rank.
+    """The activity of the trainer of a rank.
 
     `step`, `calls`: as in `Beat`. `idle_s`: seconds since the last sign of life. `state`: "running", "sleeping", "disk"
         (uninterruptible), "stopped", "zombie", "gone" or "unknown". `cpu_s`: CPU seconds of the process; `written`:

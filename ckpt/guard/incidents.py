@@ -50,7 +50,7 @@ class FaultCall:
 
 
 class Incidents:
-    """The faults of one trainer, in order. `leaving`: True once a fault ends the process; later faults are then its
+    """The faults of a trainer, in order. `leaving`: True once a fault ends the process; later faults are then its
     consequences. `stopped`: True once no more faults are handled. `error`: the exception that ends the training."""
 
     def __init__(self, run: TrainingRun) -> None:
@@ -81,7 +81,7 @@ FLUSH_S = 0.5
 
 
 class CaseCloser:
-    """Completes the faults of one trainer. `decides`: returns True if a signal would end the process by itself."""
+    """Completes the faults of a trainer. `decides`: returns True if a signal would end the process by itself."""
 
     def __init__(
         self, incidents: Incidents, decides: Callable[[int], bool], on_fault: Callable[[Fault], None] | None

@@ -75,7 +75,7 @@ class CrashOutput:
 
 
 class Perception:
-    """Receives the faults of one trainer. Call `arm` and `put_back` from the main thread."""
+    """Receives the faults of a trainer. Call `arm` and `put_back` from the main thread."""
 
     def __init__(self, triggers: tuple[Trigger, ...], incidents: Incidents) -> None:
         self._triggers, self._incidents, self._supervisor = triggers, incidents, incidents.supervisor

@@ -1,6 +1,6 @@
 """A second copy of the memory on another node, so that a snapshot survives the loss of a node.
 
-Each writer sends every new snapshot of its trainer to the writer of one rank on another node (`Memory(replicas=2)`).
+Each writer sends every new snapshot of its trainer to the writer of a rank on another node (`Memory(replicas=2)`).
 The receiving writer stores the copy in a separate arena, labelled like the original. Training is not affected, because
 only sealed snapshots are sent. If the network is too slow for every step, only the newest snapshot is sent next.
 

@@ -316,7 +316,7 @@ def node(tmp_path: Path) -> Path:
     return tmp_path / "node"
 
 
-ON_NODES = "this location has the files of only 1 of the 2 ranks of step 1: the others are on the disks of other nodes"
+ON_NODES = "this location has the files of only 1 of the 2 ranks of step 1: the rest is on the disks of other nodes"
 
 
 def test_copy_rejects_disk_of_one_node(call: Call, node: Path, tmp_path: Path) -> None:

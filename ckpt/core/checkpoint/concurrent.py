@@ -41,7 +41,7 @@ async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def of_each(items: Sequence[S], work: Callable[[S], Awaitable[T]], at_once: int = AT_ONCE) -> list[T]:
-    """Call `work` for every item, but for at most `at_once` items at a time, because a file may list very many."""
+    """Call `work` for every item, but for at most `at_once` items at a time, because a file may list many items."""
     found: list[T] = []
     for start in range(0, len(items), at_once):
         found += await all_of(map(work, items[start : start + at_once]))

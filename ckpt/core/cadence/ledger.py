@@ -162,9 +162,9 @@ class End:
 
 @dataclass(slots=True)
 class Decision:
-    """The save intervals from a step on. `every`: steps by tier ("memory" or a URL), 0 for never. `why`: the reasons as
-    text. `costs`: seconds of training that a save costs. `mtbf_s`: the assumed time between faults. `step_s`: duration
-    of a step at the time of the decision."""
+    """The save intervals that apply from `step`. `every`: steps by tier ("memory" or a URL), 0 for never. `why`: the
+    reasons as text. `costs`: seconds of training that a save costs. `mtbf_s`: the assumed time between faults.
+    `step_s`: duration of a step at the time of the decision."""
 
     step: int
     every: dict[str, int]
@@ -190,7 +190,7 @@ class Account:
     calls: number of calls of step()
     stalls: number of saves by the time that training waited, see `stall_bucket`
     landed: saves to each tier, thinned out if there are many
-    versions: versions of programs; accounts of old versions lack the last ones
+    versions: versions of programs; accounts of old everystep versions lack this and later fields
     """
 
     term: str

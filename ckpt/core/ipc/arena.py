@@ -417,9 +417,9 @@ class Arena:
                 raise
 
     def add_slot(self) -> None:
-        """Add one slot, in the process that fills the slots. Raise MemoryError if the arena has its most slots, or if a
-        slot does not fit into the memory that is free. The slot counts once all its memory is allocated, so that a kill
-        leaves no slot that nobody makes ready."""
+        """Add one slot, in the process that fills the slots. Raise MemoryError if the arena has `most` slots, or if a
+        slot does not fit into the free memory. The slot counts once all its memory is allocated, so that a kill leaves
+        no slot that is not ready."""
         free, slot = room().available, self.slots
         if slot >= self.most or self.slot_size > FREE_SHARE * free:
             raise MemoryError(f"{self.slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of free memory")
@@ -427,7 +427,7 @@ class Arena:
             _set_counts(self._words, slot + 1, slot + 1)
 
     def _allocate(self, slot: int) -> bool:
-        """Allocate the memory of a slot. Return False if the arena was closed meanwhile. Raise MemoryError."""
+        """Allocate the memory of a slot. Return False if the arena is closed during the call. Raise MemoryError."""
         for at in range(0, self.slot_size, _PIECE):
             if self.fd < 0:
                 return False

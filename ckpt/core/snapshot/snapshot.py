@@ -6,7 +6,7 @@ On an accelerator, events on streams track the progress. No code in this module 
 
 A snapshot is consistent if only optimizers wrote to its tensors during the copy. This is checked after all copies,
 before the slot is sealed, in three ways: by torch's version counters, which count a write when it has ended, by sampled
-    elements of the tensors, and by the same elements of the copies (`ckpt.core.state.fingerprint`).
+elements of the tensors, and by the same elements of the copies (`ckpt.core.state.fingerprint`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckpt.errors import CheckpointError, SaveError
 from ckpt.events import log
 from ckpt.saving import Save
 
-LITTLE = 1 << 20  # bytes of host memory that step() clones itself, because waking another thread would take longer
+LITTLE = 1 << 20  # step() itself clones up to this many host bytes, because waking another thread would take longer
 MOST = 64 << 20  # maximum bytes that are cloned on devices
 
 _VERSION = attrgetter("_version")

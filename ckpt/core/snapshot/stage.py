@@ -279,7 +279,7 @@ class Stager:
                 self.slots.end_adding()
 
     def _add_slot(self, arena: Arena) -> None:
-        """Add a slot, which is kept. If it does not fit, none is added to this arena from now on."""
+        """Add a slot permanently. If it does not fit into memory, no slot is added to this arena from now on."""
         try:
             arena.add_slot()
             arena.touch(arena.slots - 1, lambda: arena.fd >= 0)
@@ -324,7 +324,7 @@ class Slots:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._pinned: dict[tuple[bytes, int], int] = {}
-        self.keep = LEAST_SLOTS  # number of slots that staging needs besides those that a tier reads
+        self.keep = LEAST_SLOTS  # number of slots that staging needs, not counting slots that a tier reads
         self.adding = False  # True while a slot is being added
         self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
 
@@ -364,9 +364,9 @@ class Slots:
             return [slot for slot in range(arena.ready) if self._pinned.get((arena.id, slot), 0) <= 0]
 
     def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
-        """Return an empty slot, or the oldest. Never return a pinned slot, one that a device copies into (`flying`),
-        the newest snapshot, or the newest finite one. Return None if no slot is free. While a slot is being added, the
-        newest `keep - 1` snapshots stay, because the other ranks may be a step behind."""
+        """Return an empty slot, or that of the oldest snapshot. Never return a pinned slot, one that a device copies
+        into (`flying`), the newest snapshot, or the newest finite one. Return None if no slot is free. While a slot is
+        being added, the newest `keep - 1` snapshots stay, because the other ranks may be a step behind."""
         with self._changed:
             if self._holds > 0:
                 return None

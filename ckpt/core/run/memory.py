@@ -326,8 +326,8 @@ def _touch_newest(arenas: list[Arena]) -> None:
         arena.touch(slot, lambda: arena.fd >= 0)
 
 
-NONE_KEPT = ", so none is kept there: only steps that a tier has scheduled are saved"
-NO_ROOM = "Until then a step is saved only if a tier has scheduled it, and training waits for that write"
+NONE_KEPT = ", so memory keeps no snapshot: only steps that a tier has scheduled are saved"
+NO_ROOM = "Until it has more, a step is saved only if a tier has scheduled it, and training waits for that write"
 
 
 def as_digests(rows: list[messages.Digest]) -> Digests:
@@ -421,7 +421,7 @@ class NextArena:
         return making
 
     def attach(self, made: Made) -> Arena | None:
-        """Map a new arena. The caller holds the lock. Return None if a different arena was requested meanwhile. Raises
+        """Map a new arena. The caller holds the lock. Return None if a different arena was requested since. Raises
         SkippedError if the arena cannot be mapped."""
         if made is not self._making:
             return None
@@ -476,7 +476,7 @@ class WriteInFlight:
     arena: Arena | None  # None if its bytes were stored without a slot
     slot: int
     tier: int
-    done: Callable[[CheckpointError | None, WriteInFlight], None]  # gets the write: a cycle would keep the arena alive
+    done: Callable[[CheckpointError | None, WriteInFlight], None]  # a cycle of this and the write would keep the arena
     tries: int = 0
     stored: bool = False  # the bytes are in the store, so the slot can be reused
     nbytes: int = 0  # bytes of the snapshot and, on the next line, bytes stored; set when the write is done

@@ -181,7 +181,7 @@ class WriterSupervisor:
     def _on_lost(self) -> None:
         """Replace the dead writer. The trainer maps the memory too, so it passes the memory to the next writer.
 
-        The next writer starts without the lock, so that staging continues. `Writes` keeps the pending writes meanwhile.
+        The next writer starts without the lock, so that staging continues. `Writes` keeps pending writes until then.
         """
         with self.lock:
             if self.closing or self.failure is not None:

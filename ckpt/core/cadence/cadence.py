@@ -65,7 +65,7 @@ class Auto:
     budget: share of training time that snapshots may cost, unless faults cost more
     mtbf_s: seconds between faults, if known; default: estimated from this run
     every_s: a fixed time between saves. Time outside steps, for example evaluations, does not count. All ranks save the
-        same steps, so the time is converted into a number of steps, which follows the step duration
+        same steps, so the time is converted into a number of steps, which is adjusted when the step duration changes
     """
 
     budget: float = 0.01
@@ -190,7 +190,7 @@ def decide(
     held: Decision | None = None,
 ) -> Decision:
     """Choose the intervals of the tiers, memory first. A tier whose cost is unknown keeps its interval, or gets an
-    interval that measures the cost. `held`: the previous decision, perhaps of an earlier job attempt."""
+    interval at which the cost can be measured. `held`: the previous decision, perhaps of an earlier job attempt."""
     sure = {place.name: cost for place in places if enough(place, cost := costs.get(place.name)) and cost is not None}
     decision = Decision(step, {}, {}, {name: cost.save_s for name, cost in sure.items()}, {}, step_s=step_s)
     durable = [place.name for place in places if place.name != MEMORY]
@@ -266,7 +266,7 @@ def _mtbf_of_snapshots(auto: Auto, known: History, world: int) -> float:
 
 
 def _against_faults(save_s: float, mtbf_s: float, step_s: float) -> float:
-    """Return the steps between snapshots by Young and Daly. Round down, where the total cost grows more slowly."""
+    """Return the steps between snapshots by Young's and Daly's formula, rounded down, where costs grow more slowly."""
     best_s = best_interval(max(save_s, 1e-4), mtbf_s)
     return max(1, nice_steps(best_s / math.sqrt(2), step_s)) if best_s < math.inf else math.inf
 
@@ -335,7 +335,7 @@ THICK = 0.1  # a shared tier may be busier if its interval would exceed this sha
 class TierCost:
     """A tier that is saved to. `cost_s`: training time that one save costs. `every_s`: seconds of training between
     saves, infinite for never. `restore_s`: duration of a restore from it. `write_s`: time from the end of the saved
-    step until the save is durable. `served`: share of faults after which this tier is restored from."""
+    step until the save is durable. `served`: share of faults after which a restore uses this tier."""
 
     name: str
     cost_s: float
@@ -403,7 +403,7 @@ def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast
     visits = _visits(used, costs, again)
     total = sum(visits)
     stages = [0.0, 0.0, 0.0]
-    ends = [0.0] * len(used)  # number of recoveries that end with this tier
+    ends = [0.0] * len(used)  # number of recoveries that end with a restore from each tier
     for i, (tier, count) in enumerate(zip(used, visits, strict=True)):
         past = 0.0
         for number, lasting in enumerate((costs.perceive_s, costs.restart_s, tier.restore_s)):
@@ -472,7 +472,7 @@ def positive(name: str, value: object, *, zero: bool = False, most: float = MOST
     """Return a number as a float. Raise UsageError if it is not a number in the range."""
     right = type(value) is int or (isinstance(value, float) and math.isfinite(value))
     if not right or not (0 if zero else 1e-9) <= value <= most:  # type: ignore[operator]
-        raise UsageError(f"{name} is {value!r}: must be a number {'from' if zero else 'above'} 0, to {most:g}")
+        raise UsageError(f"{name} is {value!r}: must be a number {'from' if zero else 'above'} 0, at most {most:g}")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -520,7 +520,7 @@ def nice_steps(interval_s: float, step_s: float) -> int:
 
 
 def steps_apart(interval_s: float, least_s: float, step_s: float, slack: float = 1.0) -> int:
-    """Return `nice_steps` of at least `least_s`. Accept an interval that is shorter by at most the factor `slack`."""
+    """Return `nice_steps` for at least `least_s`. The result may be shorter than `least_s` by the factor `slack`."""
     steps = nice_steps(max(interval_s, least_s), step_s)
     if not steps or steps * step_s * (1 + 1e-9) >= least_s / slack:
         return steps

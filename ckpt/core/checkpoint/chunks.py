@@ -139,7 +139,7 @@ def _faults(store: Store) -> _Faults:
 
 
 async def _check_lost(store: Store, key: str, error: StoreError) -> None:
-    """Raise UnreadableError unless the store lists the folder of a file, and the folder lacks the file."""
+    """Raise UnreadableError unless the store can list the folder of a file, and the file is not in the folder."""
     try:
         folder = key[: key.rfind("/") + 1]
         if key in {info.key async for info in store.list(folder)}:

@@ -34,7 +34,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of all works. If some raise, wait for all of them, then raise the first error unchanged."""
+    """Await all `works` and return their results. After errors, still await all, then raise the first unchanged."""
     tasks = [asyncio.ensure_future(work) for work in works]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

@@ -147,7 +147,7 @@ class Encoder:
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
     flow: UploadStats = field(default_factory=UploadStats)  # progress of the present save, for monitoring
-    distrusted: CheckpointId | None = None  # build on no checkpoint up to this one, because of damage
+    distrusted: CheckpointId | None = None  # do not build on this checkpoint or older ones, because of damage
     sink: float | None = None  # bytes a second that the tier takes
     rate: float = ENCODED_A_SECOND  # bytes a second that one thread encodes
     kinds: dict[str, Learnt] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Encoder:
             return None
         try:
             written = self._written.get((newest.checkpoint, layout.rank))
-            if written is None or not vouches(log.state, written):  # another writer's manifest was committed
+            if written is None or not vouches(log.state, written):  # or another writer's was committed
                 written = await load_manifest(log.store, newest.checkpoint, layout.rank, expected=entry[1])
         except (CorruptError, FormatError, StoreError) as error:
             logger.warning(
@@ -205,7 +205,7 @@ class Encoder:
         check: Callable[[], None] = lambda: None,
         log: RunLog | None = None,
     ) -> WrittenManifest:
-        """Store one rank's part of a checkpoint; see `ckpt.core.checkpoint.write.write_part`.
+        """Store one rank's files of a checkpoint; see `ckpt.core.checkpoint.write.write_part`.
 
         `log`: the log of the tier. It is refreshed before `previous` is used, which may have been retired.
         """
@@ -250,7 +250,7 @@ class Encoder:
         return not self.sampled or any(learnt.form == "delta" for learnt in self.kinds.values())
 
     async def _shares(self, source: InMemory, previous: WrittenManifest | None) -> bool:
-        """Return True if, according to a few samples, it is worth to share unchanged chunks."""
+        """Return True if, according to a few samples, sharing unchanged chunks is worthwhile."""
         if previous is None:
             return False
         rows = previous.rows(source.layout)

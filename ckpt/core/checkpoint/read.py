@@ -256,7 +256,7 @@ async def _manifest(
 
 
 async def index_or_none(store: Store, commit: Commit) -> Index | None:
-    """Return the index, or None if it is damaged or missing, because the manifests have the same information."""
+    """Return the index, or None if it is damaged or missing. The caller then uses the manifests of the ranks."""
     try:
         return await load_index(store, commit)
     except (CorruptError, NotFoundError) as error:

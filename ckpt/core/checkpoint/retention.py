@@ -292,7 +292,7 @@ async def set_keep(log: RunLog, checkpoint: CheckpointId, note: str | None, *, o
 
     def make(state: RunState) -> Record | None:
         if checkpoint not in state.commits and note is not None:
-            raise NoCheckpointError(f"step {checkpoint.step} of {log.store.url} was retired a moment ago")
+            raise NoCheckpointError(f"step {checkpoint.step} of {log.store.url} was retired, so it cannot be pinned")
         before = state.kept.get(checkpoint, "")
         ours, by_hand = words_of(before)
         if owner is not None:

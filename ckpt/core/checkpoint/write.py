@@ -89,7 +89,7 @@ async def write_part(
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenManifest:
-    """Store one rank's part of a checkpoint as raw bytes. After an error, none of it counts.
+    """Store one rank's files of a checkpoint, with raw data. After an error, none of the files counts.
 
     numbers: numbers for data files that are unused for this rank and checkpoint
     check: raises an error if the snapshot has changed. It is called before the manifest is stored
@@ -216,7 +216,7 @@ async def upload_from(
     *,
     first: int = 0,
 ) -> None:
-    """Store `size` bytes under a new key. `piece(offset, length)` returns the bytes of a range, several at a time.
+    """Store `size` bytes under a new key. `piece(offset, length)` returns a range. Several calls run at a time.
 
     first: length of the header, which gets its own range, so that data is not copied. Multipart uploads ignore it
 
@@ -243,7 +243,7 @@ async def upload_from(
 
         async with asyncio.TaskGroup() as group:
             for offset, end in itertools.pairwise(starts):
-                await window.acquire()  # ranges start in order
+                await window.acquire()  # start the ranges in order
                 group.create_task(write(offset, end))
         await upload.finish()
     except BaseException as error:

@@ -179,7 +179,7 @@ def _frame_end(stored: memoryview, size: int) -> int:
     if bytes(stored[:4]) != _MAGIC or header.content_size != size or header.dict_id:
         raise CorruptError(f"a plane is not a zstd frame of {size} bytes")
     if header.window_size > max(_MAX_WINDOW, size):
-        raise CorruptError(f"a plane needs a window of {header.window_size} bytes")
+        raise CorruptError(f"a plane needs a zstd window of {header.window_size} bytes, over {max(_MAX_WINDOW, size)}")
     last = False
     while not last and at + 3 <= len(stored):
         block = int.from_bytes(stored[at : at + 3], "little")

@@ -31,7 +31,7 @@ from ckpt.store import PAGE
 
 CHUNK = 4 << 20
 LINE = 256  # bytes, the largest alignment
-MAX_HEADER = 96 << 20  # safetensors rejects 100 MB
+MAX_HEADER = 96 << 20  # bytes; safetensors rejects headers of 100 MB
 METADATA, FOR_METADATA = "__metadata__", 1 << 10  # the entry that is not a tensor, and its maximum bytes
 MAX_DIMS = 64
 OWN = -1  # as an instance in a shared layout: the tensor belongs to the rank itself

@@ -97,7 +97,7 @@ def folder_of(checkpoint: CheckpointId) -> str:
 
 
 def data_key(checkpoint: CheckpointId, rank: int, number: int = 0) -> str:
-    """Return the name of a data file. `number`: 0 for the first data file of the rank, which is raw, else from 1."""
+    """Return the name of a data file. `number`: 0 for the rank's first data file, which is raw, from 1 for others."""
     return f"{folder_of(checkpoint)}rank-{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
 
 

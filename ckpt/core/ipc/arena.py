@@ -94,7 +94,7 @@ def spare_from_oom(pid: int | str = "self", *, proc: Path = PROC, score: int = S
 def _of_machine(proc: Path) -> MemoryRoom:
     found = read_table(proc / "meminfo")
     total, available = found.get("MemTotal:", 0) << 10, found.get("MemAvailable:")
-    if total <= 0 or available is None:  # from system calls, which do not count reclaimable caches
+    if total <= 0 or available is None:  # use system calls, which do not count reclaimable caches
         page = os.sysconf("SC_PAGE_SIZE")
         return MemoryRoom(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page, "machine")
     return MemoryRoom(min(available << 10, total), total, "machine")

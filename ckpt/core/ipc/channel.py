@@ -109,7 +109,7 @@ class Channel:
         del self._buffer[: 4 + size]
         count = found.fields.get("fds", 0) if found is not None else -1
         if type(count) is not int or not 0 <= count <= len(self._fds):
-            return None  # unknown which messages the descriptors belong to
+            return None  # it is unknown which message has which descriptors
         if found is not None:
             found.fds += [self._fds.popleft() for _ in range(count)]
         return found

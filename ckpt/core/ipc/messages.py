@@ -124,7 +124,7 @@ def _text(name: str, number: int | None, fds: int, fields: dict[str, Any]) -> by
 
 
 def decode(text: bytes | bytearray) -> Incoming | None:
-    """Parse a message. Return None if it is not one. Check only name and number; `message_of` checks the fields."""
+    """Parse a message. Return None for other text. Check only name and number; `message_of` checks the fields."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -185,8 +185,8 @@ def refusal(name: str, problem: str) -> ProtocolError:
 
 class StoredNote(Note, frozen=True):
     """The bytes of a checkpoint are in a tier, or will be copied to it from a nearer tier, so the slot may be reused.
-    `held`: True if instead only the files of other nodes' ranks are missing, and this node's disk has the files of its
-    own ranks. `checkpoint`: "" if the slot was being written when the trainer connected."""
+    `held`: True if the note instead reports that this node's disk has the files of its ranks, and only files of other
+    nodes are missing. `checkpoint`: "" if the slot was being written when the trainer connected."""
 
     tier: int = -1
     checkpoint: str = ""

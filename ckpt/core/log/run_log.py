@@ -487,7 +487,7 @@ class RunLog(LogFiles):
         return counts
 
     async def _confirm(self, record: Record, seq: int, raw: bytes, end: float) -> bool:
-        """Return True if the record counts. A record below the floor does not: its number was free again."""
+        """Return True if the record counts. A record below the floor does not, because its number was free."""
         while True:
             try:
                 await self._refresh({seq: raw})
@@ -501,7 +501,7 @@ class RunLog(LogFiles):
                 return record.id in self.state.requests
 
     async def _check_before(self, seq: int, raw: bytes) -> None:
-        """Raise RunGoneError if the previous record vanished from a folder during the put: the run is being deleted."""
+        """Raise RunGoneError if the previous record vanished from a folder during the put, as when a run is deleted."""
         if not self.store.remote and seq > self.floor and seq - 1 not in self._damaged:
             try:
                 await self.store.head(record_key(seq - 1))
@@ -524,7 +524,7 @@ class RunLog(LogFiles):
     async def _check_obstacle(self, seq: int) -> None:
         """Raise StoreError if something else has the name of the record, for example a folder."""
         if self.store.remote:
-            return  # a reply may be outdated
+            return  # a bucket's reply may be outdated
         try:
             await self.store.head(record_key(seq))
         except NotFoundError:

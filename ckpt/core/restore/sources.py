@@ -591,9 +591,9 @@ def _deal(sizes: I64, eligible: Bools, ranks: npt.NDArray[np.intp], load: I64, r
         ends = np.cumsum(sizes[chunks])
         total = int(ends[-1])
         before = load[able]
-        levels = -((total + np.cumsum(before)) // -np.arange(1, able.size + 1))  # load if the first 1, 2, … read all
+        levels = -((total + np.cumsum(before)) // -np.arange(1, able.size + 1))  # equal load if the first 1, 2, … read
         shares = np.minimum(np.cumsum(np.maximum(levels.min() - before, 0)), total)
-        cuts = np.searchsorted(2 * ends - sizes[chunks], 2 * shares, side="right")  # by the middle of each chunk
+        cuts = np.searchsorted(2 * ends - sizes[chunks], 2 * shares, side="right")  # a chunk's middle decides
         reader[chunks] = np.repeat(able, np.diff(cuts, prepend=0))
         load[able] += np.diff(np.concatenate([[0], ends])[cuts], prepend=0)
 

@@ -74,7 +74,7 @@ class Departures:
     def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._others = [rank for rank in range(run.world.size) if rank != run.world.rank]
-        self._posts: dict[int, dict[str, Any]] = {}  # by departed rank
+        self._posts: dict[int, dict[str, Any]] = {}  # the posts of departed ranks, by rank
         self._seen: set[str] = set()  # ids of checkpoints that were found to lack the files of a departed rank
         self._checking = threading.RLock()  # a signal handler may close the run while this thread holds the lock
         self._stopped = threading.Event()
@@ -161,7 +161,7 @@ class Departures:
 
 
 class Closing:
-    """Closes one run. `failed`: an exception has ended the training."""
+    """Closes one run. `failed`: True if an exception has ended the training."""
 
     def __init__(self, run: TrainingRun, saver: Saver, guard: Guard) -> None:
         self._run, self._saver, self._guard = run, saver, guard
@@ -722,7 +722,7 @@ class EmergencySaver:
 
     def _on_persist(self, order: Order) -> None:
         if order.rank != self._world.rank:
-            log.info("rank %d requests a save of what is in memory: %s", order.rank, order.body["why"])
+            log.info("rank %d requests a save of the steps in memory: %s", order.rank, order.body["why"])
             start_thread(partial(self._persist_ordered, time.monotonic() + order.body["grace_s"]), "ckpt-persist")
 
     def _persist_ordered(self, end: float) -> None:

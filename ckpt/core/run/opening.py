@@ -194,7 +194,7 @@ class RunOpener:
             time.sleep(0.1)
         raise InUseError(
             f"{found.described()}, has not released it within {FREED_S:g} s, although its job is fenced. Start again "
-            f"when it has, or end it: kill -9 {found.found_pid}"
+            f"when the memory is free, or end the process: kill -9 {found.found_pid}"
         )
 
 

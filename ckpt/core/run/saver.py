@@ -454,7 +454,7 @@ class Saver:
         return None if newest is None else newest.checkpoint.step
 
     def sealed(self) -> list[tuple[str, bool]]:
-        """Return the ids of snapshots in the present history that can be written now. False marks non-finite ones.
+        """Return the ids of snapshots in the present history that can be written now, each with False if not finite.
 
         All are in memory, except that the last one may have been written directly.
         """

@@ -210,7 +210,7 @@ class WriterClient:
         except TimeoutError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
+            raise DeadlineError(f"no reply to {type(request).__name__} by the writer within {timeout_s:g} s") from None
 
     def greet(self, timeout_s: float, patient_s: float) -> tuple[LendReply, list[int]]:
         """Become the trainer of this writer unless its own trainer lives. Return its memory. See `ask_patiently`."""

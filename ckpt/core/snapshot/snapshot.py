@@ -87,12 +87,12 @@ class NewSnapshot(Snapshot):
         self.writes = dict.fromkeys(tiers, WriteState.QUEUED)
         self.captured, self.values, self.finite = captured, values, finite
         self.required, self.busy, self.deadline = required, busy, deadline
-        self.beside: Callable[[], None] | None = None  # also called while the guarded tensors do not change
+        self.beside: Callable[[], None] | None = None  # also called during the copy, while no optimizer steps
         self.sources: Sequence[Tensor] = captured.tensors
         self.replicas: Sequence[Fingerprint] = [places.look(checkpoint.step) for _, places in captured.replicas]
         self.overlapped = list(compress(captured.counters, captured.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
-        self.fingerprints: list[Fingerprint] = [spots.look() for spots in captured.spots]  # tensors to copy later
+        self.fingerprints: list[Fingerprint] = [spots.look() for spots in captured.spots]  # of tensors to copy later
         self.streams: PerDevice = (
             compute_streams(captured.tensors) if captured.layout.accelerated else {}
         )  # streams of the caller

@@ -85,7 +85,7 @@ class Stager:
         self._waiter = Waiter()
         self._packs = Packs()
         self._toucher = SlotToucher()
-        self._flying: deque[NewSnapshot] = deque()  # copies still run on a device; for the staging thread only
+        self._flying: deque[NewSnapshot] = deque()  # snapshots that a device still copies; for the staging thread only
         self._order = 0
         self._stopped = False
         self._worker = Worker(self._leave)
@@ -314,7 +314,7 @@ def _lock(arena: Arena) -> None:
         if arena.mutex.is_orphaned():
             raise CorruptError("the header of the shared memory is damaged: it can no longer be locked")
         if time.monotonic() > end:
-            raise WriterError("the memory of the last run is still locked by another process")
+            raise WriterError("the memory of the last job attempt is still locked by another process")
         time.sleep(0.001)
 
 
@@ -508,7 +508,7 @@ class UpdateGate:
         self.writer_pid = 0
         self.snapshot: NewSnapshot | None = None  # the newest snapshot; None once an optimizer has stepped since
         self._unchecked: list[NewSnapshot] = []  # older snapshots that are not sealed yet
-        self._copying: NewSnapshot | None = None  # a device still reads its sources, so streams of updates wait for it
+        self._copying: NewSnapshot | None = None  # a snapshot still copied by a device; streams of updates wait for it
         self._shut: tuple[threading.Event, ...] = ()  # optimizers wait while any of these events is unset
         self._shutting = threading.RLock()  # a signal handler may interrupt the thread that holds it
 

@@ -223,7 +223,7 @@ class _Some:
 def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
     """Return the distinct storages that can shrink without a new address. All other changes show in the addresses.
 
-    A storage of a single number is omitted because it cannot shrink. A quarter of an AdamW state's storages are such.
+    A storage of a single number is omitted because it cannot shrink. In an AdamW state, this is a quarter of them.
     """
     found = dict[int, torch.UntypedStorage]()
     for one in tensors:

@@ -104,7 +104,7 @@ class OptimizerNode(StateNode):
         self._with_dicts: list[bool] = []  # for each key, True if it is a parameter that has a dict
         self._groups: list[list[Tensor]] = []
         self._there, self._memories = Places(), Memories()
-        self._others: list[tuple[str, dict[str, Any], Any]] = []  # values that are not tensors or have other keys
+        self._others: list[tuple[str, dict[str, Any], Any]] = []  # values without an own entry, see `_is_entry`
         self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters named by their position
         self._called: dict[int, str] = {}  # names of the parameters in the state, by id
@@ -411,7 +411,7 @@ class OptimizerNode(StateNode):
         return found
 
     def _differing(self, rows: Collection[Row], placement: Placement) -> set[Row]:
-        """If the number of ranks changed, record a problem for each value that ranks saved differently. Return them."""
+        """If the number of ranks changed, record a problem for each row that ranks saved differently. Return those."""
         if not rows or not placement.resized:
             return set()
         ranks_by_value: dict[Row, dict[str, list[int]]] = {}

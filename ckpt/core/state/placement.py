@@ -88,7 +88,7 @@ class Placement:
     whole: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     overridden: list[str] = field(default_factory=list)  # settings of the script that are overridden
-    cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the live dtype, by name
+    cast: dict[str, str] = field(default_factory=dict)  # dtypes to which strict=False casts, by tensor name
     apart: set[str] = field(default_factory=set)  # names of live replicated tensors that each rank saved separately
     finishers: list[Callable[[], object]] = field(default_factory=list)
     last: list[Callable[[], object]] = field(default_factory=list)  # run after all finishers, which draw random numbers
@@ -183,7 +183,7 @@ class Placement:
         """Return the shape of the whole tensor, and its dtype."""
         here = self._pieces(entry)
         alike: Any = entry.alike
-        of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # the share may be empty
+        of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # this rank's shard may be empty
         whole = tuple(alike.shape if of_more else entry.tensor.shape)
         shape = here[0].holding.full if here else whole
         return shape, DTYPE_NAME.get(entry.tensor.dtype)
@@ -258,7 +258,7 @@ class Placement:
     def key_to_create(
         self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False, plain: bool = False
     ) -> Key | None:
-        """Return the saved tensor for a tensor to create, by the rules for a live tensor in its position.
+        """Return the saved tensor from which to create a tensor, by the rules for a live tensor of this name.
 
         Return None, and record a problem, if the name is ambiguous. `guarded`: as in `StateEntry`. `plain`: as in
         `create`.

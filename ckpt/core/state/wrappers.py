@@ -176,7 +176,7 @@ def take_apart(entry: StateEntry) -> tuple[list[StateEntry], WrapperForm | None]
 
 
 def take_all_apart(entries: Sequence[StateEntry]) -> tuple[list[StateEntry], list[WrapperForm]]:
-    """Take many entries apart."""
+    """Call `take_apart` for each entry. Return all entries to save, and all forms."""
     found = [take_apart(entry) for entry in entries]
     return [one for parts, _ in found for one in parts], [form for _, form in found if form is not None]
 
@@ -274,7 +274,7 @@ def cut_otherwise(saved: WrapperForm) -> str:
 
 
 def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
-    """Build a wrapper around these (empty) tensors. Raise MismatchError if its class is missing or fails to."""
+    """Build a wrapper around these (empty) tensors. Raise MismatchError if that fails or its class is missing."""
     kind = loaded_class(*form.kind)
     adapter = _adapter_of(kind) if kind is not None and issubclass(kind, Tensor) else None
     if kind is None or adapter is None:

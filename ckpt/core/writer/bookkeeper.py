@@ -172,7 +172,7 @@ class Bookkeeper:
     @harmless
     def begin(self, request: Introduce, books: Books, heartbeat: int, pid: int) -> None:
         """Begin the account of a trainer that has opened the run. `heartbeat`: the descriptor of its heartbeat."""
-        self.ended("died")  # the previous trainer, if its end was not reported
+        self.ended("died")  # ends the previous account, if the trainer's end was not reported
         self.stop()
         self._previous = self.account
         wall, mono = time.time(), time.monotonic()

@@ -312,7 +312,7 @@ class HeldRun:
         return nearest if nearest is not None and nearest is not tier and not nearest.store.remote else None
 
     def spoken_for(self) -> list[OpenTier]:
-        """Return the tiers for which this rank, as the first of its ranks, is responsible."""
+        """Return the tiers for which this rank is responsible, because it is the first of their ranks."""
         return [tier for tier in self.tiers if tier.role.place == 0]
 
     @handles(KeepSteps)

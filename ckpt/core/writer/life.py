@@ -480,8 +480,8 @@ class Life:
                 await self._check_owner()
 
     async def _check_owner(self, *, everywhere: bool = False) -> None:
-        """Read the log, and release everything if another job owns the run. A rank checks only the tiers in which it
-        comes first, so that a bucket does not get one request from each rank."""
+        """Read the log, and release everything if another job owns the run. A rank checks only the tiers for which it
+        is responsible, so that a bucket does not get a request from each rank."""
         if self.state is State.SERVING and (self._owned_for != self.trainer.adoptions or self.run.taking.locked()):
             return  # the newest owner in the log may be our own trainer
         try:

@@ -66,7 +66,7 @@ def make_arena(
             return Arena.create(
                 slots, slot_size, most=max(most, slots) if slots == wanted else slots, ready=1, node=node
             )
-        except (MemoryError, OSError) as error:  # others were faster, or memory locking is limited
+        except (MemoryError, OSError) as error:  # other processes took the memory, or memory locking is limited
             if slots == least:
                 raise SkippedError(f"no room in memory for {count_of(slots, 'snapshot')}: {error}") from error
             slots -= 1

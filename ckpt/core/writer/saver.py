@@ -296,7 +296,7 @@ class WriterSaver:
     ) -> WrittenManifest | None:
         """Copy this rank's files once a nearer tier has them. Return None if the step is already a checkpoint.
 
-        `note` is sent when the snapshot in memory is not needed. Raises SkippedError if the further tier is too slow.
+        `note` is sent once the snapshot in memory is no longer needed. Raises SkippedError if the tier is too slow.
         """
         rank = _rank(near)
         tier.in_flight.add(checkpoint)
@@ -364,7 +364,7 @@ class WriterSaver:
 
     @contextlib.contextmanager
     def under_way(self, adoption: int | None = None) -> Iterator[None]:
-        """Count a save that the writer has to finish before it leaves. `adoption`: default present."""
+        """Count a save that the writer has to finish before it leaves. `adoption`: default: the present one."""
         begun = self.trainer.adoptions if adoption is None else adoption
         self.settling[begun] += 1
         try:

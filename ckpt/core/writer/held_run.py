@@ -110,8 +110,8 @@ def check_version(greeting: Lend) -> None:
     """Raise ProtocolError for a trainer of another version, before anything changes."""
     if greeting.protocol != PROTOCOL:
         raise ProtocolError(
-            f"this writer has protocol {PROTOCOL} (everystep {VERSION}) and keeps its memory for it. "
-            f"This trainer has protocol {greeting.protocol} (everystep {greeting.library})"
+            f"this writer has everystep {VERSION}, protocol {PROTOCOL}, and keeps its memory for this protocol. "
+            f"This trainer has everystep {greeting.library}, protocol {greeting.protocol}"
         )
 
 

@@ -799,7 +799,7 @@ def test_close_logs_an_error_if_every_save_failed(run_dir: str, caplog: pytest.L
             Path(run_dir, DATA_FOLDER).write_text("in the way")
             train(cp, state, 1, 2)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
-        "step 2 was the last one, and no step of this start is in any tier"
+        "step 2 was the last step, but no tier has a step of this job attempt"
     ]
 
 

@@ -219,10 +219,10 @@ def test_an_update_that_has_begun_is_said(run_dir: str, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, **sparse(run_dir)) as cp:
         train_to(cp, state, STEPS)
         toy.train_step(state)
-    said = [record.getMessage() for record in caplog.records if "was the last one" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "the last step is" in record.getMessage()]
     assert said == [
-        "step 25 was the last one, and step 20 is kept: an optimizer has begun a further step; a restart does 5 steps "
-        "again"
+        "the last step is 25, but only step 20 is saved: an optimizer has begun a further step; a restart repeats 5 "
+        "steps"
     ]
     assert restored(run_dir) == (20, toy.reference(20))
 
@@ -663,7 +663,7 @@ def test_a_second_ctrl_c_at_the_exit_says_what_is_lost(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         inside.act_instead(patch, inside.LAST_STEP_IS_STAGED, interrupt)
         inside.close_at_exit(cp)
-    assert "step 7 was the last one, and step 5 is kept: it was interrupted" in caplog.text
+    assert "the last step is 7, but only step 5 is saved: it was interrupted" in caplog.text
     cp.close()
     assert restored(run_dir) == (7, toy.reference(7))
 

@@ -53,7 +53,7 @@ def test_an_exception_leaves_the_newest_step_in_memory(
         state["model"](torch.randn(8, toy.WIDTH))  # random numbers and buffers move on
         raise ValueError("enough")
     assert restored(run_dir) == (20, toy.reference(20))
-    assert "step 25 was the last one, and step 20 is kept: it was not in memory" in caplog.text
+    assert "the last step is 25, but only step 20 is saved: it was not in memory" in caplog.text
 
 
 EXIT = """

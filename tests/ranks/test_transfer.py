@@ -323,7 +323,7 @@ def test_silence_inside_a_blob_is_an_error(words: bytes) -> None:
             time.sleep(0.5)
             assert a._error is None
             peer.sendall(words)
-            with pytest.raises(PeerError, match="rank 1 stands still"):
+            with pytest.raises(PeerError, match="rank 1 has stopped sending data"):
                 a.wait(S)
 
 

@@ -225,7 +225,7 @@ REFUSED = {
     "dtype": ("s.w is of shape [4, 5] and dtype F", "F64", "F32", " for one rank, and of [4, 5] and F"),
     "dtype of nothing": ("s.w is of shape [4, 5] and dtype F64 for rank 1, and of [4, 5] and F32 for others",),
     "shape": ("s.w is of shape ", "[20] and ", "[4, 5] and ", "F32 for one rank, and of "),
-    "not named": ("s.v is not in the state of rank 0", "with an empty list if it has nothing of it"),
+    "not named": ("s.v is not in the state of rank 0", "lists a ckpt.state.Shards with an empty list"),
 }
 
 

@@ -20,7 +20,7 @@ def test_restore_log_line() -> None:
     assert restoring._line(found, 8).endswith("; training had come to step 8: 1 step is lost")
     assert "lost" not in restoring._line(found, 7)
     found.skipped.append(Skipped(9, "file:///run", "damaged"))
-    assert restoring._line(found, 0).endswith("; skipped 1 newer ones, see above")
+    assert restoring._line(found, 0).endswith("; skipped 1 newer checkpoint, see above")
 
 
 def test_restore_during_interpreter_exit_fails(run_dir: str) -> None:

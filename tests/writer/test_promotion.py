@@ -157,7 +157,7 @@ async def test_skipped_steps_free_memory_and_pins(writer: Writer) -> None:
     assert not writer.near.promoting
 
 
-@pytest.mark.parametrize(("still_s", "advice"), [(10.0, "raise its every="), (-1.0, "check whether it responds")])
+@pytest.mark.parametrize(("still_s", "advice"), [(10.0, "raise its every="), (-1.0, "check that it responds")])
 def test_unresponsive_tier_is_not_reported_as_slow(
     monkeypatch: pytest.MonkeyPatch, still_s: float, advice: str
 ) -> None:

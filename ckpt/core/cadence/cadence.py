@@ -6,11 +6,11 @@
 **The choice** (`decide`). All functions are pure. A run without a history begins with `FIRST_MEMORY` and
 `FIRST_DURABLE` and measures the cost of saving, because both rules need steps without any save for comparison.
 
-- Memory is saved as often as a budget allows: every step, if a snapshot costs at most 1 % of its training time.
+- Memory is saved as often as a budget allows: every step, if a snapshot costs at most 1 % of a step's time.
   With very frequent faults, memory is saved more often, because repeating steps would cost more than snapshots.
 - Durable tiers use the formula of Young and Daly. Frequent saves cost more, and rare saves lose more at a fault. The
   sum is lowest if the interval is about the square root of 2 x cost of a save x time between the faults for which the
-  tier is needed. Faults that nearer tiers served do not count. If memory survives, few faults remain.
+  tier is needed. Faults after which a nearer tier was restored do not count. If memory survives, few faults remain.
 
 **The model** (`predict`) computes the share of a job's time that is useful training. It solves the equation of
 `ckpt.tools.observe.goodput.accounting` for any scale. `every="auto"`, `ckpt plan` and `ckpt doctor` use it.
@@ -45,17 +45,17 @@ from ckpt.units import duration
 
 MEMORY = "memory"
 FIRST_MEMORY, FIRST_DURABLE = 4, 100  # intervals in steps, until costs are measured
-ANNOUNCED = ("signal", "preemption", "deadline")  # faults that let the training loop save its next step
+ANNOUNCED = ("signal", "preemption", "deadline")  # faults after which the training loop can still save its next step
 FIRST_S = 10.0  # time between the durable saves that measure their cost
 FLEET_GPU_S = 54 * 86400 * 16384 / 419  # GPU seconds between interruptions: Llama 3, arXiv 2407.21783, section 3.3.4
-FURTHER = 10.0  # each farther tier is needed by this factor more rarely, until measured
+FURTHER = 10.0  # until measured, a tier counts as needed this many times more rarely than the next nearer tier
 SAMPLES = 4  # number of saves after which the cost of a durable tier is known
 SNAPSHOTS = 12
-UNSURE = 2.0  # number of standard errors within which the present interval may be optimal
-SEVERAL = 2  # number of faults from which on a run's own time between faults counts
+UNSURE = 2.0  # keep the present interval if it is optimal for a cost within this many standard errors
+SEVERAL = 2  # a run's own time between faults counts once it has had this many faults
 SLACK = 1.2  # factor by which a round number of steps may be below a bound, because costs are estimates
 TIMED = 0.1  # tolerated deviation from a requested time
-CHANGE = 2.2  # minimum factor for a change of the interval: the total cost is flat around its minimum
+CHANGE = 2.2  # change an interval by at least this factor, because the total cost is flat around its minimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Auto:
     budget: share of training time that snapshots may cost, unless faults cost more
     mtbf_s: seconds between faults, if known; default: estimated from this run
     every_s: a fixed time between saves. Time outside steps, for example evaluations, does not count. All ranks save the
-        same steps, so the time is converted into a number of steps, which follows the step duration
+        same steps, so the time is converted into a number of steps, which is adjusted when the step duration changes
     """
 
     budget: float = 0.01
@@ -164,9 +164,9 @@ def history(accounts: Sequence[Account]) -> History:
 
 
 def expected_mtbf(known: History, world: int, served: int, rank_of_place: int) -> float:
-    """Return the seconds between the faults for which a tier is needed. The figure of the fleet counts as one fault,
-    and this run's faults are added. `served`: number of faults that needed the tier or a farther one. The less likely
-    this number is by the fleet's figure, the less weight the figure gets."""
+    """Return the seconds between the faults for which a tier is needed. The fleet's figure (`FLEET_GPU_S`) counts as
+    one fault, and this run's faults are added. `served`: number of faults that needed the tier or a farther one. The
+    less likely this number is by the fleet's figure, the less weight the figure gets."""
     prior = min(FLEET_GPU_S / max(1, world), DAY_S) * FURTHER**rank_of_place
     weight = 1.0 if served < SEVERAL else _at_least(served, known.training_s / prior)
     return max(weight * prior + known.training_s, 1.0) / (weight + served)
@@ -190,7 +190,7 @@ def decide(
     held: Decision | None = None,
 ) -> Decision:
     """Choose the intervals of the tiers, memory first. A tier whose cost is unknown keeps its interval, or gets an
-    interval that measures the cost. `held`: the previous decision, perhaps of an earlier job attempt."""
+    interval at which the cost can be measured. `held`: the previous decision, perhaps of an earlier job attempt."""
     sure = {place.name: cost for place in places if enough(place, cost := costs.get(place.name)) and cost is not None}
     decision = Decision(step, {}, {}, {name: cost.save_s for name, cost in sure.items()}, {}, step_s=step_s)
     durable = [place.name for place in places if place.name != MEMORY]
@@ -223,7 +223,7 @@ def decide(
 
 
 def _timed(now: int, every_s: float, step_s: float) -> tuple[int, str]:
-    """Return the number of steps in this time, to two digits. Keep the present interval if it is within a tenth."""
+    """Return the number of steps in `every_s`, to two digits. Return `now` if it is right within a tenth."""
     steps = max(1.0, every_s / max(step_s, 1e-6))
     if abs(now - steps) > TIMED * steps:
         now = max(1, int(float(f"{steps:.2g}")))
@@ -266,7 +266,7 @@ def _mtbf_of_snapshots(auto: Auto, known: History, world: int) -> float:
 
 
 def _against_faults(save_s: float, mtbf_s: float, step_s: float) -> float:
-    """Return the steps between snapshots by Young and Daly. Round down, where the total cost grows more slowly."""
+    """Return the steps between snapshots by Young's and Daly's formula, rounded down, where costs grow more slowly."""
     best_s = best_interval(max(save_s, 1e-4), mtbf_s)
     return max(1, nice_steps(best_s / math.sqrt(2), step_s)) if best_s < math.inf else math.inf
 
@@ -326,16 +326,16 @@ def lines(decision: Decision) -> list[str]:
 
 MOST_S = 1e12  # seconds; a larger value is a typing error
 DAY_S = 86400.0
-BUSY = 2.0  # writes may take at most half of the time of a folder
-BUSY_FAR, LEAST_FAR_S = 10.0, 60.0  # limits for a shared tier: a tenth of its time, and one write a minute
-THICK = 0.1  # share of the time between faults; above it, an interval loses so much that a shared tier may be busier
+BUSY = 2.0  # an interval is at least this many writes long, so a folder is busy at most half of the time
+BUSY_FAR, LEAST_FAR_S = 10.0, 60.0  # the same for a shared tier, and its shortest interval
+THICK = 0.1  # a shared tier may be busier if its interval would exceed this share of the time between faults
 
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
     """A tier that is saved to. `cost_s`: training time that one save costs. `every_s`: seconds of training between
     saves, infinite for never. `restore_s`: duration of a restore from it. `write_s`: time from the end of the saved
-    step until the save is durable. `served`: share of faults after which this tier is restored from."""
+    step until the save is durable. `served`: share of faults after which a restore uses this tier."""
 
     name: str
     cost_s: float
@@ -369,8 +369,8 @@ class TierShare:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds for each fault, and `effective`, the share of wall-clock time that is training and never repeated.
-    `wall_s`: wall-clock time between faults, where faults during recovery count too."""
+    """Mean seconds for each fault. `effective`: share of wall-clock time that is training and not repeated later.
+    `wall_s`: wall-clock time between faults, including faults during recovery."""
 
     mtbf_s: float
     wall_s: float
@@ -403,14 +403,14 @@ def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast
     visits = _visits(used, costs, again)
     total = sum(visits)
     stages = [0.0, 0.0, 0.0]
-    ends = [0.0] * len(used)  # number of recoveries that end with this tier
+    ends = [0.0] * len(used)  # number of recoveries that end with a restore from each tier
     for i, (tier, count) in enumerate(zip(used, visits, strict=True)):
         past = 0.0
         for number, lasting in enumerate((costs.perceive_s, costs.restart_s, tier.restore_s)):
             stages[number] += count * _within(past, lasting, again)
             past += lasting
         ends[i] = count * math.exp(-again * past)
-    # The time until the next fault. A save follows the steps that it saves, so half a save more is training.
+    # Training until the next fault. A save follows its steps, so on average half a save is still to come at the fault.
     extra = sum(end * tier.cost_s / 2 for end, tier in zip(ends, used, strict=True))
     work = min(mtbf_s, (mtbf_s + extra) / (1 + slowing))
     lost = [_lost(tier, rate * sum(ends[i:]), slowing) for i, tier in enumerate(used)]
@@ -444,8 +444,8 @@ def _within(past: float, lasting: float, rate: float) -> float:
 
 def _lost(tier: TierCost, rate: float, slowing: float) -> float:
     """Return the training lost to a fault: everything since the newest durable step of this tier. `rate`: rate of the
-    faults that need this tier. In the mean time between such faults, 1 / rate, every interval that ends and becomes
-    durable before a fault adds `every_s` of training."""
+    faults that need this tier. These faults are 1 / rate apart on average. Each interval whose save becomes durable
+    before the fault keeps `every_s` of training."""
     if rate <= 0:
         return 0.0
     done = (1 / rate + tier.cost_s / 2) / (1 + slowing)
@@ -465,14 +465,14 @@ def _check(costs: Costs, mtbf_s: float) -> None:
             raise UsageError(f"{tier.name} is never saved to, but {tier.served:.0%} of the faults need it")
     served = sum(tier.served for tier in costs.tiers)
     if not abs(served - 1) < 1e-6:
-        raise UsageError(f"the shares of faults that tiers serve must sum to 1, not {served:g}")
+        raise UsageError(f"the values of `served` of all tiers must sum to 1, not {served:g}")
 
 
 def positive(name: str, value: object, *, zero: bool = False, most: float = MOST_S) -> float:
     """Return a number as a float. Raise UsageError if it is not a number in the range."""
     right = type(value) is int or (isinstance(value, float) and math.isfinite(value))
     if not right or not (0 if zero else 1e-9) <= value <= most:  # type: ignore[operator]
-        raise UsageError(f"{name} is {value!r}: must be a number {'from' if zero else 'above'} 0, to {most:g}")
+        raise UsageError(f"{name} is {value!r}: must be a number {'from' if zero else 'above'} 0, at most {most:g}")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -520,7 +520,7 @@ def nice_steps(interval_s: float, step_s: float) -> int:
 
 
 def steps_apart(interval_s: float, least_s: float, step_s: float, slack: float = 1.0) -> int:
-    """Return `nice_steps` of at least `least_s`. Accept an interval that is shorter by at most the factor `slack`."""
+    """Return `nice_steps` for at least `least_s`. The result may be shorter than `least_s` by the factor `slack`."""
     steps = nice_steps(max(interval_s, least_s), step_s)
     if not steps or steps * step_s * (1 + 1e-9) >= least_s / slack:
         return steps
@@ -583,8 +583,8 @@ class Meter:
         return _bounded(seconds - alike, beside_s) if beside and alike is not None else 0.0
 
     def saved(self, name: str, lasted_s: float | None) -> None:
-        """Record the end of a save to a tier. `lasted_s`: seconds since the save was ordered; None if it failed. Record
-        the steps of the save first."""
+        """Record the end of a save to a tier. `lasted_s`: seconds since the save was ordered; None if it failed. Call
+        `step` for the steps of the save first."""
         taken = self._open.pop(name, None)
         if lasted_s is None:
             return

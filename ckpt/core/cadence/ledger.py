@@ -77,7 +77,7 @@ class Restore:
 
     `step`: None if nothing was restored. `source`: "memory" or the URL of the tier. `checkpoint`: restored checkpoint
     id, "" for none. `term`: the term that the restore opened. `repaired`: number of chunks that came from another tier.
-    `passed_over`: number of newer checkpoints that could not be used. `why`: reason for the first of them.
+    `passed_over`: number of newer checkpoints that could not be used. `why`: reason why the first of these was skipped.
     """
 
     at: Moment
@@ -162,9 +162,9 @@ class End:
 
 @dataclass(slots=True)
 class Decision:
-    """The save intervals from a step on. `every`: steps by tier ("memory" or a URL), 0 for never. `why`: the reasons as
-    text. `costs`: seconds of training that a save costs. `mtbf_s`: the assumed time between faults. `step_s`: duration
-    of a step at the time of the decision."""
+    """The save intervals that apply from `step`. `every`: steps by tier ("memory" or a URL), 0 for never. `why`: the
+    reasons as text. `costs`: seconds of training that a save costs. `mtbf_s`: the assumed time between faults.
+    `step_s`: duration of a step at the time of the decision."""
 
     step: int
     every: dict[str, int]
@@ -190,7 +190,7 @@ class Account:
     calls: number of calls of step()
     stalls: number of saves by the time that training waited, see `stall_bucket`
     landed: saves to each tier, thinned out if there are many
-    versions: versions of programs; accounts of old versions lack the last ones
+    versions: versions of programs; accounts of old everystep versions lack this and later fields
     """
 
     term: str
@@ -292,7 +292,7 @@ def append(rows: list[StepRow], row: StepRow, fine: int = FINE_ROWS) -> None:
 
 
 def stall_bucket(seconds: float) -> str:
-    """Return the number of a bucket, eight per decade: bucket n begins at 10 ** (n / 8) seconds."""
+    """Return the number of the bucket for a wait. Bucket n begins at 10 ** (n / 8) seconds, so a decade has eight."""
     return str(min(32, max(-56, math.floor(8 * math.log10(seconds)))) if seconds > 0 else -56)
 
 

@@ -139,7 +139,7 @@ def _faults(store: Store) -> _Faults:
 
 
 async def _check_lost(store: Store, key: str, error: StoreError) -> None:
-    """Raise UnreadableError unless the store lists the folder of a file, and the folder lacks the file."""
+    """Raise UnreadableError unless the store can list the folder of a file, and the file is not in the folder."""
     try:
         folder = key[: key.rfind("/") + 1]
         if key in {info.key async for info in store.list(folder)}:
@@ -157,7 +157,7 @@ def _unreadable(store: Store, key: str, why: object) -> UnreadableError:
 
 
 async def _is_there(store: Store, key: str) -> bool:
-    """Return True if the run can be listed and has the file's top folder. Folders of single checkpoints come and go."""
+    """Return True if the run can be listed and has the file's top folder. The checkpoint's folder may be deleted."""
     folder, has_folder = key.rpartition("/")[0].partition("/")[0], getattr(store, "has_folder", None)
     for prefix in ("log/", ""):
         async for _ in store.list(prefix):
@@ -168,8 +168,8 @@ async def _is_there(store: Store, key: str) -> bool:
 # -- chunks --
 
 
-READ, FAR_READ = 8 << 20, 16 << 20  # maximum bytes of a read, which never splits a chunk, in local and in remote stores
-GAP = 64 << 10  # a smaller gap is read over, because this is cheaper than another read
+READ, FAR_READ = 8 << 20, 16 << 20  # maximum bytes of a read (local, remote); a larger chunk is read whole
+GAP = 64 << 10  # bytes; ranges with a smaller gap are joined, because reading the gap is cheaper than another read
 PARALLEL = 8
 SCRATCH = 10 << 20  # minimum bytes of memory for a batch; most batches need no more, and untouched memory costs nothing
 ALIGNED = 64
@@ -194,7 +194,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Chunks that are read and decoded together. `chunks`: the requested chunks. `reads`: also include their bases."""
+    """Chunks that are read and decoded together. `chunks`: the requested ones. `reads`: also include their bases."""
 
     reads: tuple[Read, ...]
     chunks: tuple[int, ...]
@@ -260,7 +260,7 @@ def near(rows: Iterable[tuple[int, int, int, int, T]], most: int) -> Iterator[tu
 
 
 def closure(table: Table, chunks: Iterable[int]) -> list[int]:
-    """Return these chunks, and their bases before them."""
+    """Return the bases of these chunks, followed by the chunks."""
     wanted = dict.fromkeys(chunks)
     bases = {base: None for base in table.base[list(wanted)].tolist() if base >= 0}
     return [*bases, *(chunk for chunk in wanted if chunk not in bases)]
@@ -384,7 +384,7 @@ def deliver(
 ) -> None:
     """Verify, decode and deliver chunks. `stored`: bytes of the chunks and of their bases. `lost`: errors of chunks
     that could not be read. `places`: final memory of some chunks. These chunks are decoded into it, or are in it
-    already, and are not passed to the sink. `on_damage`: None raises CorruptError at the first damage."""
+    already, and are not passed to the sink. `on_damage`: if None, the first damage raises CorruptError."""
     wanted = set(chunks)
     rows = closure(table, chunks)
     codecs = dict(zip(rows, table.codec[rows].tolist(), strict=True))

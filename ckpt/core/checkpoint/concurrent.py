@@ -34,14 +34,14 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of all works. If some raise, wait for all of them, then raise the first error unchanged."""
+    """Await all `works` and return their results. After errors, still await all, then raise the first unchanged."""
     tasks = [asyncio.ensure_future(work) for work in works]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]
 
 
 async def of_each(items: Sequence[S], work: Callable[[S], Awaitable[T]], at_once: int = AT_ONCE) -> list[T]:
-    """Call `work` for every item, but for at most `at_once` items at a time, because a file may list very many."""
+    """Call `work` for every item, but for at most `at_once` items at a time, because a file may list many items."""
     found: list[T] = []
     for start in range(0, len(items), at_once):
         found += await all_of(map(work, items[start : start + at_once]))

@@ -64,11 +64,12 @@ MOST_TEXT = 300  # maximum characters of an error that is kept
 class UploadStats:
     """The progress and totals of a tier, to which one checkpoint at a time is written. Sizes are in bytes.
 
-    `step`: step of the checkpoint that is being written, None if there is none. `done`, `total`: bytes of its state
-    that have arrived, and that must be stored. `began`, `moved`: times at which the write began and bytes last arrived,
-    by the monotonic clock. `rate`: bytes of state a second of the last write. `saves`, `failed`, `left_out`: numbers of
-    checkpoints that were committed, failed, or were skipped because the tier was too slow. `raw`, `stored`: bytes of
-    all states, and bytes written for them. `error`: error of the last checkpoint, "" if another has succeeded since.
+    `step`: step of the checkpoint that is being written, None if there is none. `total`: bytes of its state that must
+    be stored. `done`: bytes that have arrived. `began`: time at which the write began. `moved`: time at which bytes
+    last arrived. Both are by the monotonic clock. `rate`: bytes of state a second of the last write. `saves`: number of
+    committed checkpoints. `failed`: number of failed checkpoints. `left_out`: number of checkpoints that were skipped
+    because the tier was too slow. `raw`: bytes of all committed states. `stored`: bytes written for them. `error`: last
+    error, "" after a success.
     """
 
     step: int | None = None
@@ -86,7 +87,7 @@ class UploadStats:
 
     @contextlib.contextmanager
     def writing(self, step: int, total: int) -> Iterator[None]:
-        """Track the write of a state of `total` bytes, inside the block."""
+        """Track the write of a state of `total` bytes, which the `with` block performs."""
         self.step, self.done, self.total, self.began = step, 0, total, time.monotonic()
         try:
             yield
@@ -129,8 +130,8 @@ class UploadStats:
 
 LITTLE = 4 << 20  # states smaller than this number of bytes are not compressed by "auto", because it would save no time
 SHARING_PROBES = 32
-FASTER, STILL_FASTER = 0.7, 1.0  # a tier is slow below this share of the encoding speed; second: if compressing
-ENCODED_A_SECOND = 600e6  # bytes that one thread encodes, until measured
+FASTER, STILL_FASTER = 0.7, 1.0  # compress below this ratio of tier to encoding speed; second: if compressing now
+ENCODED_A_SECOND = 600e6  # bytes that one thread encodes a second, until this is measured
 REMEMBERED = 4  # number of manifests of this writer to remember
 MEASURED = 16 << 20  # minimum bytes for a reliable measurement of a speed
 LEARN = 0.3  # weight of the newest measurement
@@ -146,7 +147,7 @@ class Encoder:
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
     flow: UploadStats = field(default_factory=UploadStats)  # progress of the present save, for monitoring
-    distrusted: CheckpointId | None = None  # build on no checkpoint up to this one, because of damage
+    distrusted: CheckpointId | None = None  # do not build on this checkpoint or older ones, because of damage
     sink: float | None = None  # bytes a second that the tier takes
     rate: float = ENCODED_A_SECOND  # bytes a second that one thread encodes
     kinds: dict[str, Learnt] = field(default_factory=dict)
@@ -169,7 +170,7 @@ class Encoder:
             return None
         try:
             written = self._written.get((newest.checkpoint, layout.rank))
-            if written is None or not vouches(log.state, written):  # another writer's manifest was committed
+            if written is None or not vouches(log.state, written):  # or another writer's was committed
                 written = await load_manifest(log.store, newest.checkpoint, layout.rank, expected=entry[1])
         except (CorruptError, FormatError, StoreError) as error:
             logger.warning(
@@ -204,9 +205,9 @@ class Encoder:
         check: Callable[[], None] = lambda: None,
         log: RunLog | None = None,
     ) -> WrittenManifest:
-        """Store one rank's part of a checkpoint; see `ckpt.core.checkpoint.write.write_part`.
+        """Store one rank's files of a checkpoint; see `ckpt.core.checkpoint.write.write_part`.
 
-        `log`: the log of the tier. It is refreshed before a chunk of `previous` is used, which may have been retired.
+        `log`: the log of the tier. It is refreshed before `previous` is used, which may have been retired.
         """
         compress = self._decide(store, snapshot.layout.arrangement.data_size)
         layout = snapshot.layout
@@ -231,7 +232,7 @@ class Encoder:
         if nbytes < LITTLE:
             return False
         if self.sink is None:
-            self.compressing = store.remote  # until measured; a local disk is measured first
+            self.compressing = store.remote  # until measured, assume that a bucket is slow and a disk is fast
         else:
             slow = STILL_FASTER if self.compressing else FASTER
             self.compressing = self.sink < slow * self.rate * min(self.threads, self.idle())
@@ -249,7 +250,7 @@ class Encoder:
         return not self.sampled or any(learnt.form == "delta" for learnt in self.kinds.values())
 
     async def _shares(self, source: InMemory, previous: WrittenManifest | None) -> bool:
-        """Estimate from a few samples if enough chunks are unchanged."""
+        """Return True if, according to a few samples, sharing unchanged chunks is worthwhile."""
         if previous is None:
             return False
         rows = previous.rows(source.layout)
@@ -289,25 +290,25 @@ def _mixed(old: float | None, new: float) -> float:
 SMALL = 4096  # smaller chunks are stored raw
 WINDOW = 32 << 20  # plain bytes of the chunks whose bases are in memory at a time
 PROBES = 5  # number of chunks of each kind that are sampled
-WORTH, LEAST = 0.1, 256 << 10  # fraction and bytes; saving less is not worth a dependency on another checkpoint
+WORTH, LEAST = 0.1, 256 << 10  # build on a checkpoint only if this saves more than both (fraction, bytes)
 SELF_CHECK = 16  # one of this many encoded chunks is decoded as a check
-# relative size from which on chunks are stored raw; the second value applies to kinds that were encoded before
+# Chunks are stored raw if encoding leaves at least this fraction of their bytes. Second: if the kind is encoded now.
 WHOLE, WHOLE_AGAIN = 0.95, 0.97
-BASE, BASE_AGAIN = 0.85, 0.9  # relative size, compared with encoding without a base, from which on no base is used
+BASE, BASE_AGAIN = 0.85, 0.9  # no base if it leaves at least this fraction of the size without one; second: if in use
 
 
 @dataclass(slots=True)
 class Learnt:
-    """The encodings to try for chunks of one kind: none ("raw"), byte planes ("whole"), or also a base ("delta")."""
+    """The result of samples of one kind. `form`: "raw" (unchanged), "whole" (byte planes) or "delta" (also bases)."""
 
     whole: float = 0.8  # stored size without a base, relative to the plain size
     form: str = "whole"
 
     def choose(self, whole: Sequence[float], gains: Sequence[float]) -> str:
-        """Choose the form by new samples. The former choice stays if it is nearly as good.
+        """Choose the form from new samples. Keep the former form if it is nearly as good. `whole`: sizes without base.
 
-        `gains`: sizes with a base, relative to sizes without one. The best sample decides, because one idle expert
-            among busy ones is reason enough to try a base for all of them.
+        `gains`: sizes with a base, relative to sizes without one. The smallest of them decides, because a base that
+        helps one idle expert is worth a try for the whole kind.
         """
         self.whole = math.fsum(whole) / len(whole)
         limit = WHOLE_AGAIN if self.form != "raw" else WHOLE

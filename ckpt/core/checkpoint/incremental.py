@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 I64: TypeAlias = "npt.NDArray[np.int64]"
 Digests: TypeAlias = "npt.NDArray[np.uint8]"
 
-FULLS = 2  # number of full checkpoints at first, so that one damaged chunk cannot damage all checkpoints
-MOSTLY_DEAD = 0.25  # if a smaller fraction of a data file is still needed, that part is stored again
+FULLS = 2  # all checkpoints are full until this many full ones exist, so one damaged chunk cannot damage all
+MOSTLY_DEAD = 0.25  # if an increment needs less than this fraction of an older data file, it stores that part again
 MAX_OWNERS = 32  # maximum number of checkpoints whose data files an increment may use
 MAX_CHAIN = 48
 
@@ -66,7 +66,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class WrittenManifest:
-    """A stored manifest, its SHA-256, and its chunk table. With many ranks, only the parts that the index needs."""
+    """A stored manifest, its SHA-256, and its chunk table. With many ranks, it has only what the index needs."""
 
     manifest: Manifest
     digest: str
@@ -99,7 +99,7 @@ class WrittenManifest:
             at = there.get((tensor.name, tensor.instance, tensor.dtype, tensor.full, tensor.at, tensor.shape))
             chunks = range(0) if at is None else self.table.chunks(at)
             lengths = [min(CHUNK, tensor.nbytes - start) for start in range(0, tensor.nbytes, CHUNK)]
-            alike = self.table.length[chunks.start : chunks.stop].tolist() == lengths  # in the same chunks
+            alike = self.table.length[chunks.start : chunks.stop].tolist() == lengths  # cut into the same chunks
             found.append(np.arange(chunks.start, chunks.stop) if alike else np.full(count, -1))
         return np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)
 
@@ -133,7 +133,7 @@ def plan_chunks(layout: Layout, digests: Digests, previous: WrittenManifest | No
         row = rows[there]
         equal = (table.digest[row] == digests[there]).all(1)
         taken[there[equal]] = row[equal]
-        # The base is that of the former delta, or the chunk itself if the full checkpoint stores it whole.
+        # The base is the base of the previous delta, or the previous chunk itself if the full checkpoint has it whole.
         delta = table.base[row] >= table.owned
         whole = np.where(delta, table.base[row], row)
         from_full = np.array([owner(key) == previous.full for key in table.files], np.bool_)[table.file[whole]]
@@ -155,7 +155,7 @@ def _uses(table: Table, taken: I64, file: int) -> npt.NDArray[np.bool_]:
 
 
 def _given_up(previous: WrittenManifest, taken: I64) -> list[str]:
-    """Return the data files not worth keeping, because little of them is needed or their checkpoint is too old."""
+    """Return the older data files to use no longer, because little of them is needed or their checkpoint is too old."""
     table = previous.table
     rows = taken[taken >= 0]
     rows = np.unique(np.concatenate([rows, table.base[rows][table.base[rows] >= 0]]))
@@ -173,7 +173,7 @@ def _given_up(previous: WrittenManifest, taken: I64) -> list[str]:
 
 
 def _same(layout: Layout, digests: Digests, taken: I64) -> I64:
-    """Return, for each chunk to store, the first chunk with the same bytes; -1 if it is the first itself."""
+    """Return, for each chunk to store, the first chunk with the same bytes, or -1 if this chunk is the first one."""
     same = np.full(len(digests), -1, np.int64)
     chunks, first = layout.arrangement.chunks, dict[tuple[bytes, int], int]()
     for chunk in np.flatnonzero(taken < 0).tolist():
@@ -254,7 +254,7 @@ class InStore:
 
 
 Bases = Callable[[WrittenManifest, Sequence[int]], Awaitable[dict[int, memoryview]]]
-"""Function that loads the plain bytes of rows of the previous table. Unreadable and damaged rows are left out."""
+"""Function that loads the plain bytes of chunks, by row in the previous table. It leaves out unreadable chunks."""
 
 
 async def no_bases(previous: WrittenManifest, rows: Sequence[int]) -> dict[int, memoryview]:
@@ -271,7 +271,7 @@ def bases_in(store: Store) -> Bases:
 
 
 def bases_near(store: Store, find: Callable[[CheckpointId], Awaitable[Table | None]]) -> Bases:
-    """Return a loader of bases from a nearer tier, by digest. `find`: returns this rank's table in that tier."""
+    """Return a loader that finds bases by digest in a nearer tier. `find`: returns this rank's table in that tier."""
 
     async def load(previous: WrittenManifest, rows: Sequence[int]) -> dict[int, memoryview]:
         found: dict[int, memoryview] = {}

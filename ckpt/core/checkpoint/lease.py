@@ -3,19 +3,19 @@
 **Identity.** `Identity` distinguishes runs that have the same path or URL. Two containers may mount different folders
 at one path, and two endpoints may have buckets of the same name. The root id of FORMAT.json identifies a run; an empty
 folder gets a root id before any other file. A copied folder has the same root id, so the identity also contains device
-and inode of a folder. These may change although the folder stays the same (FUSE, NFS, a restored backup). In that case,
-`Identity.root` and the folder itself decide.
+and inode of a folder. Device and inode may change although the folder stays the same (FUSE, NFS, a restored backup). In
+that case, `Identity.root` and the folder itself decide.
 
 **Lease.** The writer renews `lease.json` as long as its trainer lives. A start must not end a running training, so
 `check_free` reads the lease and decides in this order:
 
-1. If the lease is missing, records that its trainer has ended, or is the caller's own, the run is free. 2. If the lease
-belongs to the present owner, and its process is visible, the run is free if that process has ended. 3. Otherwise the
-file is watched, for 30 s in a folder and 60 s in a bucket. The run is in use if the file changes.
+1. If the lease is missing, records that its trainer has ended, or is the caller's own, the run is free.
+2. If the lease belongs to the present owner, and its process is visible, the run is free if that process has ended.
+3. Otherwise the file is watched, for 30 s in a folder and 60 s in a bucket. The run is in use if the file changes.
 
 Rule 3 covers trainers on other machines and in other PID namespaces, copies of a run, a damaged lease, a lease of a
-newer version, and an owner that has written no lease yet. Clocks of two machines are never compared. A fenced job does
-not renew the lease. If it does so once more before it has read the log, the owner's next renewal replaces the content.
+newer version, and an owner that has written no lease yet. Clocks of two machines are never compared. A fenced job stops
+renewing the lease when it reads the log. The owner's next renewal replaces a late renewal of a fenced job.
 
 **Accounts.** `LedgerFiles` writes accounts and the lease to the durable tiers. Each tier has at most one put in flight,
 followed by a put of the newest content. So a tier that hangs delays neither other tiers nor the caller, and older
@@ -153,10 +153,10 @@ def key_of(folder: str | os.PathLike[str], local_rank: int = 0) -> str:
 VERSION = 1
 MAX_SIZE = 64 << 10
 RENEW_S, RENEW_REMOTE_S = 10.0, 20.0  # time between two renewals, in a folder and in a bucket
-MISSED = 3  # number of missed renewals after which no trainer is running
+MISSED = 3  # after this many missed renewals, the trainer counts as ended
 DYING_S = 3.0  # maximum time for a killed process to end
 LOOK_S, LOOK_REMOTE_S = 0.2, 2.0
-SAME_S = 1.0  # accuracy of the start time of a process
+SAME_S = 1.0  # start times that differ by less than this belong to one process
 UNSEEN = "Nothing was changed. Make lease.json readable (mount, permissions, credentials) and start again."
 
 
@@ -166,7 +166,7 @@ class Lease:
 
     term: "<term>.<nonce>" of the job that owns the run, as in the log
     token: random text that identifies the writer that renews the lease
-    boot, namespace: the machine since its last boot, and the PID namespace. born: see `Process.born`
+    boot: id of the machine's last boot. namespace: PID namespace of the process. born: see `Process.born`
     inode: inode of the run's FORMAT.json, because a copied run has another inode; 0 in a bucket
     opened: time in seconds since 1970, for people
     renewed: number of renewals, so that each renewal changes the file
@@ -200,7 +200,7 @@ class Lease:
 
     @property
     def visible(self) -> bool:
-        """Return True if this process would see the lease's process, if that lives."""
+        """Return True if this process can see whether the lease's process lives."""
         return (self.boot, self.namespace) == (boot_id(), namespace("pid")) and self.boot != ""
 
     @property
@@ -233,7 +233,7 @@ async def check_free(
 ) -> None:
     """Return once it is certain that no trainer uses this run.
 
-    say: called with a message if this takes a while
+    say: called with a message if the check takes a while
     ours: returns True for a lease of a trainer that is known to have ended
     Raises InUseError if a trainer uses the run, and UnreadableError if the lease cannot be read now.
     """
@@ -310,8 +310,8 @@ def in_use(store: Store, lease: Lease | None) -> InUseError:
         return InUseError(f"another process trains {store.url}: it renews a lease that this version cannot read")
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lease.opened))
     return InUseError(
-        f"process {lease.pid} on {lease.host} trains {store.url} since {since}; it was at step {max(0, lease.step)} "
-        "just now"
+        f"process {lease.pid} on {lease.host} has trained {store.url} since {since} and has reached step "
+        f"{max(0, lease.step)}"
     )
 
 
@@ -342,7 +342,7 @@ KEEP_S, KEEP_REMOTE_S = 10.0, 60.0  # time between two puts of an account, into 
 LOOK_BACK = 64  # number of job attempts from which a save interval is derived
 FIND_S, AGAIN_S = 30.0, 2.0  # timeout to read an earlier account, and pause before a retry
 
-Content = Callable[[OpenTier], bytes | None]  # returns None if the tier gets nothing
+Content = Callable[[OpenTier], bytes | None]  # returns the bytes to put into a tier, or None
 
 
 @dataclass

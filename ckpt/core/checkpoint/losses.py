@@ -19,7 +19,7 @@ from ckpt.events import log as logger
 
 UNCLEAR = "may have been taken back"  # part of the reason in an ABORT of a checkpoint that may have been committed
 SHOWN = 4  # maximum number of problems in a message
-RECORDED_S = 4.0  # maximum time from an index to its record, on a busy machine
+RECORDED_S = 4.0  # maximum time between the write of an index and of its record, on a busy machine
 PAUSE_S = 0.25
 NO_RECORD = "no log record shows"
 
@@ -79,7 +79,7 @@ def _unrecorded_steps(lost: Iterable[CheckpointId]) -> str:
         which = f"steps {shown} are checkpoints, but each has"
     return (
         f"{NO_RECORD} that {which} an index: the newest record is missing, or the job was stopped just before it wrote "
-        "one. The next start of the job records complete checkpoints"
+        "this record. The next start of the job records complete checkpoints"
     )
 
 

@@ -34,7 +34,7 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError, TruncatedError
 from ckpt.events import log as logger
 from ckpt.store import Store
 
-FEW = 4  # up to this number of data files, request the size of each one separately
+FEW = 4  # request the sizes of up to this many data files one by one; for more files, list the folder
 AT_ONCE = 16  # number of manifests to read concurrently
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 MANY = 64  # above this number of ranks, read manifests in batches, and keep only the needed parts
@@ -97,7 +97,7 @@ async def read_manifest(
     raw = await chunks.get(store, what, limit=MAX_JSON)
     digest = file_digest(raw)
     if expected is not None and digest != expected:
-        raise CorruptError(f"{what} is damaged: its digest is not the committed one")
+        raise CorruptError(f"{what} is damaged: its digest differs from the digest in the log record")
     manifest = Manifest.from_bytes(raw, what)
     if (manifest.checkpoint, manifest.rank) != (str(checkpoint), rank):
         raise CorruptError(f"{what} belongs to rank {manifest.rank} of checkpoint {manifest.checkpoint}")
@@ -109,7 +109,7 @@ def table_of(manifest: Manifest) -> Table:
     what = f"the table of {manifest_key(CheckpointId.parse(manifest.checkpoint), manifest.rank)}"
     table, sizes = Table.from_bytes(manifest.table, what), {file.key: file.size for file in manifest.files}
     if not sizes.keys() >= set(table.files):
-        raise CorruptError(f"{what} names data files that its manifest does not")
+        raise CorruptError(f"{what} names data files that its manifest does not list")
     ends = np.zeros(len(table.files), np.int64)
     np.maximum.at(ends, table.file, table.offset + table.stored)
     for key, end in zip(table.files, ends.tolist(), strict=True):
@@ -121,7 +121,7 @@ def table_of(manifest: Manifest) -> Table:
 def layout_of(manifest: Manifest, table: Table, known: Layout | None = None) -> Layout:
     """Return the layout of a manifest. Raise CorruptError if it is damaged.
 
-    known: a layout that is returned instead if it is equal.
+    known: a layout to return instead of a new one if both are equal.
     """
     same = known is not None and (known.rank, known.world, known.shared) == (
         manifest.rank,
@@ -174,7 +174,7 @@ async def load_ranks(store: Store, commit: Commit, ranks: Sequence[int]) -> dict
     async def one(rank: int) -> tuple[list[Any], Table]:
         manifest, _ = await read_manifest(store, commit.checkpoint, rank, expected=known[rank])
         if manifest.world != commit.world:
-            raise CorruptError(f"the manifest of rank {rank} at step {commit.step} names another number of ranks")
+            raise CorruptError(f"the manifest of rank {rank} names {manifest.world} ranks, not {commit.world}")
         return manifest.values, table_of(manifest)
 
     return dict(zip(ranks, await of_each(ranks, one), strict=True))
@@ -197,7 +197,7 @@ async def intact_manifests(
 
     With many ranks, keep only the parts that the index needs. Raise StoreError if the store fails.
 
-    own: a manifest that need not be read
+    own: a manifest that the caller has, which is not read again
     """
     found: dict[int, WrittenManifest] = {} if own is None else {own.manifest.rank: own}
     wanted = sorted(ranks_in(keys) - found.keys())
@@ -210,7 +210,7 @@ async def intact_manifests(
 async def _sound(
     store: Store, checkpoint: CheckpointId, sizes: Mapping[str, int], compact: bool, rank: int
 ) -> WrittenManifest | None:
-    for again in (store.remote, False):  # bytes from a bucket may have been damaged in transit
+    for again in (store.remote, False):  # try twice, because bytes from a bucket may be damaged in transit
         try:
             return await load_manifest(store, checkpoint, rank, sizes=sizes, compact=compact)
         except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:

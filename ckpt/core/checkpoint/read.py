@@ -77,9 +77,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Note = Callable[[str], None]
-MOST_PROBLEMS = 100  # in a checkpoint, after which verification stops
+MOST_PROBLEMS = 100  # verification stops after this many problems in a checkpoint
 CHECK_HERE = "`ckpt verify RUN` checks the files that are here. A restore on all nodes reads the whole checkpoint."
-FEW = 8  # up to this many ranks, all manifests are read; with more, the index and the needed manifests
+FEW = 8  # up to this many ranks, all manifests are read; with more ranks, only the index and the needed manifests
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Manifests:
         return merge(self.tables)
 
     def layout(self, rank: int = 0, known: Layout | None = None) -> Layout:
-        """Return the layout of a rank. `known`: a layout that is returned instead if it is equal."""
+        """Return the layout of a rank. `known`: a layout to return instead of a new one if both are equal."""
         manifest, table = next(one for one in zip(self.manifests, self.tables, strict=True) if one[0].rank == rank)
         layout = layout_of(manifest, table, known)
         if len(layout.components) != len(manifest.values):
@@ -137,7 +137,7 @@ async def opened(url: str) -> AsyncIterator[Store]:
 
 
 def choose(log: RunLog, step: Which = None) -> Commit:
-    """Return the newest finite checkpoint, that of a step, or the best. Raise NoCheckpointError if it is missing."""
+    """Return the checkpoint that `step` selects, default: the newest finite one. Raise NoCheckpointError if missing."""
     if step == BEST:
         return _best(log)
     history = log.state.lineage()
@@ -187,8 +187,8 @@ def saved_by(
 ) -> SavedState:
     """Return a checkpoint as one state. If only the index was read, manifests are read when they are needed.
 
-    `urls`: the checkpoint's tier, then other tiers from which lost manifests are read; `note` gets a message about
-    this. `known`: a layout that is reused if it is equal.
+    `urls`: the checkpoint's tier, then other tiers from which lost manifests are read; `note` is called with a message
+    if this happens. `known`: a layout that is reused if it is equal.
     """
     if isinstance(found, Manifests):
         return found.saved(known)
@@ -202,7 +202,7 @@ def saved_by(
 async def _from_any(
     urls: Sequence[str], load: Callable[[Store], Coroutine[Any, Any, T]], note: Callable[[str], None]
 ) -> T:
-    """Load small files from the first tier that has all of them. Their digests are known."""
+    """Load small files from the first tier that has all of them. `load` verifies their digests."""
     failure: CorruptError | StoreError | None = None
     for url in urls:
         try:
@@ -221,10 +221,10 @@ async def _from_any(
 
 
 def elsewhere(commit: Commit) -> str:
-    """Return which part of a checkpoint is here, if the rest is on the disks of other nodes."""
+    """Describe how much of a checkpoint is in this location, if the rest is on the disks of other nodes."""
     return (
         f"this location has the files of only {len(commit.manifests)} of the {commit.world} ranks of step "
-        f"{commit.step}: the others are on the disks of other nodes"
+        f"{commit.step}: the rest is on the disks of other nodes"
     )
 
 
@@ -256,7 +256,7 @@ async def _manifest(
 
 
 async def index_or_none(store: Store, commit: Commit) -> Index | None:
-    """Return the index, or None if it is damaged or missing, because the manifests have the same information."""
+    """Return the index, or None if it is damaged or missing. The caller then uses the manifests of the ranks."""
     try:
         return await load_index(store, commit)
     except (CorruptError, NotFoundError) as error:
@@ -303,7 +303,7 @@ async def saved_of(
 
 @contextlib.asynccontextmanager
 async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
-    """Explain a CorruptError: the checkpoint is damaged, or was retired during the read. Raise UnreadableError if the
+    """Replace read errors by a CorruptError that distinguishes damage from retirement. Raise UnreadableError if the
     files of some ranks are on the disks of other nodes."""
     if not commit.whole:
         raise UnreadableError(elsewhere(commit), advice=CHECK_HERE)
@@ -311,7 +311,7 @@ async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
         yield
     except (CorruptError, NotFoundError, TruncatedError) as error:
         cause = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
-        raise CorruptError(f"step {commit.step} {cause}: choose another, see `ckpt ls`") from None
+        raise CorruptError(f"step {commit.step} {cause}: choose another step, see `ckpt ls`") from None
 
 
 async def still_live(log: RunLog, commit: Commit) -> bool:
@@ -404,7 +404,7 @@ async def _verify_chunks(
 
 
 def _distinct(table: Table, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Drop repeated chunks that expand the same few bytes, because a small file could make verification very long."""
+    """Drop duplicates of chunks that decode few bytes to many, as a forged file could make verification very long."""
     swelling = (table.codec[chunks] != RAW) & (table.stored[chunks] * 256 < table.length[chunks])
     some = chunks[swelling]
     columns = (table.file, table.offset, table.stored, table.codec, table.base, table.length)
@@ -537,7 +537,7 @@ def _views(
 # -- repair while reading --
 
 
-NEARBY = 8  # number of a tier's checkpoints to search
+NEARBY = 8  # maximum number of other checkpoints to search in a tier
 
 Lost = dict[int, CorruptError | StoreError]
 

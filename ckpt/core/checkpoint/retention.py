@@ -22,7 +22,7 @@ from ckpt.store import Store
 from ckpt.units import count_of
 
 ALWAYS = 2  # number of checkpoints that always stay, so that one damaged file is never fatal
-READER_GRACE_S = 600.0  # in a remote store, between a PLAN and its deletions, because readers may use the files
+READER_GRACE_S = 600.0  # from a PLAN to its deletions in a remote store, because readers may still use the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Keep:
 
     last: keep this number of the newest checkpoints, default 3
     every: keep each step that is a multiple of this number; 1 keeps all
-    hours: keep all that were committed at most this many hours before the newest checkpoint
-    daily, weekly: keep the newest checkpoint of each of this many newest days or weeks that have a checkpoint. Days
-        and weeks are in UTC, and a week begins on Monday. Steps whose loss was not finite do not count
+    hours: keep all checkpoints that were committed at most this many hours before the newest checkpoint
+    daily, weekly: keep the newest checkpoint of each day or week, for this number of the newest days or weeks with a
+    checkpoint. Days are in UTC, and a week begins on Monday. Steps whose loss was not finite do not count
 
     The two newest checkpoints and the two newest full checkpoints always stay.
     """
@@ -92,7 +92,7 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> d
         ),
         ("the newest two stay", newest),
         ("one of the newest two full ones", [c for c in full if c not in newest]),
-        ("in use by one that is being written", [c for c in ordered if c.checkpoint in pinned]),
+        ("in use by a checkpoint that is being written", [c for c in ordered if c.checkpoint in pinned]),
         ("the newest finite one", [c for c in ordered if c.finite is not False][:1]),
         (f"of the last {keep.last}", [] if keep.all else due[: keep.last]),
         (
@@ -101,7 +101,7 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> d
         ),
         (f"committed within {count_of(keep.hours or 0, 'hour')} of the newest", _within(due, keep.hours)),
         ("the newest of its day", _newest_of_each(due, keep.daily, lambda day: day)),
-        ("the newest of its week", _newest_of_each(due, keep.weekly, lambda day: (day + 3) // 7)),  # day 0: a Thursday
+        ("the newest of its week", _newest_of_each(due, keep.weekly, lambda day: (day + 3) // 7)),  # day 0: Thursday
     ]
     found: dict[CheckpointId, list[str]] = {}
     for reason, commits in rules:
@@ -124,7 +124,7 @@ def _within(commits: Sequence[Commit], hours: float | None) -> list[Commit]:
 
 
 def _newest_of_each(commits: Sequence[Commit], count: int, period: Callable[[int], int]) -> list[Commit]:
-    """Return the newest finite commit of each of the `count` latest periods. `period`: the number of a day's period."""
+    """Return the newest finite commit of each of the `count` latest periods. `period`: maps a day to its period."""
     first: dict[int, Commit] = {}
     for commit in commits:
         if commit.finite is not False:
@@ -220,8 +220,8 @@ def plan_deletion(
 ) -> list[str] | None:
     """Return the files to delete when these checkpoints are retired, or None if nothing may be deleted. Pure.
 
-    used: the files of each live checkpoint, as far as they can be read
-    listed: all existing files; None for only the files of retired checkpoints
+    used: the files of each live checkpoint that can be read
+    listed: all existing files; if None, only files of retired checkpoints are deleted
     """
     staying = state.commits.keys() - retiring
     if state.damaged or not staying & verified or not staying <= used.keys():
@@ -241,8 +241,8 @@ def remember_files(log: RunLog, checkpoint: CheckpointId, files: Iterable[str]) 
 
 
 async def delete_unused(log: RunLog, keys: Iterable[str]) -> None:
-    """Delete files of an aborted checkpoint, except files that a live checkpoint uses, because a copy may have brought
-    them. Delete nothing if the files of a live checkpoint cannot be read."""
+    """Delete files of an aborted checkpoint, except files that a live checkpoint uses after a copy from another tier.
+    Delete nothing if the files of a live checkpoint cannot be read."""
     used = await files_of(log, log.state.commits.values())
     if log.state.commits.keys() <= used.keys():
         needed = set[str]().union(*used.values())
@@ -286,13 +286,13 @@ _cache: dict[tuple[str, CheckpointId], frozenset[str]] = {}
 
 async def set_keep(log: RunLog, checkpoint: CheckpointId, note: str | None, *, owner: Acquire | None = None) -> None:
     """Pin a checkpoint for the reason in `note`, or unpin it (None). Raise NoCheckpointError if it is already retired.
-    `owner`: the training that pins it, which leaves a user's note unchanged. With `owner` None, a user pins it, without
-    an ownership check; the note of a training then stays, unless the checkpoint is unpinned."""
+    `owner`: the job attempt that pins it, which leaves a user's note unchanged. If `owner` is None, a user pins it,
+    without an ownership check: pinning leaves the note of a training unchanged, and unpinning removes it."""
     token = secrets.token_hex(4)
 
     def make(state: RunState) -> Record | None:
         if checkpoint not in state.commits and note is not None:
-            raise NoCheckpointError(f"step {checkpoint.step} of {log.store.url} was retired a moment ago")
+            raise NoCheckpointError(f"step {checkpoint.step} of {log.store.url} was retired, so it cannot be pinned")
         before = state.kept.get(checkpoint, "")
         ours, by_hand = words_of(before)
         if owner is not None:

@@ -60,7 +60,7 @@ from ckpt.store import PAGE, Store
 
 CHUNK = 8 << 20  # bytes of a write; large enough for full speed, small enough for several in flight
 IN_FLIGHT = 4
-PARTS_IN_FLIGHT = 8  # maximum for a store with multipart uploads, which itself limits parallel requests
+PARTS_IN_FLIGHT = 8  # maximum parts in flight in a store with multipart uploads; the store may allow fewer
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ async def write_part(
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenManifest:
-    """Store one rank's part of a checkpoint as raw bytes. After an error, none of it counts.
+    """Store one rank's files of a checkpoint, with raw data. After an error, none of the files counts.
 
-    numbers: numbers for data files that this rank has not used for this checkpoint
+    numbers: numbers for data files that are unused for this rank and checkpoint
     check: raises an error if the snapshot has changed. It is called before the manifest is stored
     """
     layout, rank = snapshot.layout, snapshot.layout.rank
@@ -107,7 +107,7 @@ async def write_part(
         return copy
 
     digesting = asyncio.ensure_future(asyncio.to_thread(digest_chunks, layout, data))  # in the background
-    digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # the write may fail first
+    digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # always fetch its error
     try:
         await upload_from(store, key, len(header) + len(data), piece, on_bytes, first=len(header))
     except BaseException:
@@ -165,7 +165,7 @@ async def finish_manifest(
         )
         raw = manifest.to_bytes()
         if len(raw) > MAX_JSON:
-            raise SaveError(f"step {checkpoint.step}: the manifest of rank {rank} has {len(raw)} bytes, too many")
+            raise SaveError(f"step {checkpoint.step}: the manifest of rank {rank} has more than {MAX_JSON} bytes")
     except BaseException:
         await drop(store, own)
         raise
@@ -192,11 +192,11 @@ async def _stored_before(store: Store, manifest: Manifest, table: Table) -> Writ
     try:
         there = await load_manifest(store, checkpoint, manifest.rank)
     except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
-        raise SaveError(f"{name} is from an earlier writer and damaged: {error}") from None
+        raise SaveError(f"{name} was stored by an earlier writer and is damaged: {error}") from None
     same = (there.manifest.layout, there.manifest.values) == (manifest.layout, manifest.values)
     same = same and there.table.columns.same(table.columns)
     if not same or not np.array_equal(there.table.digest[: there.table.owned], table.digest[: table.owned]):
-        raise SaveError(f"{name} is from an earlier writer, which saved other values")
+        raise SaveError(f"{name} was stored by an earlier writer, with other values")
     return there
 
 
@@ -216,9 +216,9 @@ async def upload_from(
     *,
     first: int = 0,
 ) -> None:
-    """Store `size` bytes under a new key. `piece(offset, length)` returns the bytes of a range, several at a time.
+    """Store `size` bytes under a new key. `piece(offset, length)` returns a range. Several calls run at a time.
 
-    first: length of the first range, if the store allows any length, so that the data after the header is not copied
+    first: length of the header, which gets its own range, so that data is not copied. Multipart uploads ignore it
 
     An error of a piece or of the store aborts the upload, which leaves no file.
     """
@@ -243,7 +243,7 @@ async def upload_from(
 
         async with asyncio.TaskGroup() as group:
             for offset, end in itertools.pairwise(starts):
-                await window.acquire()  # ranges start in order
+                await window.acquire()  # start the ranges in order
                 group.create_task(write(offset, end))
         await upload.finish()
     except BaseException as error:
@@ -420,7 +420,7 @@ class DataFileWriter:
 
 def data_file_header(layout: Layout, items: Sequence[Encoded], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a data file. Each chunk is an entry, but a tensor whose chunks are all in this file and raw
-    is a single entry with its own dtype."""
+    is a single entry with the tensor's dtype."""
     entries, at = dict[str, Any]({METADATA: metadata}), 0
     groups = _grouped(layout, items)
     for tensor, numbers, group in groups:
@@ -448,7 +448,7 @@ def _unused(name: str, entries: dict[str, Any]) -> str:
 
 
 def _grouped(layout: Layout, items: Sequence[Encoded]) -> Iterator[tuple[TensorSpec, list[int] | None, list[Encoded]]]:
-    """Yield the items of each tensor, with their chunk numbers in it; None if they are all its chunks, and raw."""
+    """Yield each tensor, its chunk numbers (None if `items` has all its chunks raw), and the items of these chunks."""
     chunks, first = layout.arrangement.chunks, layout.arrangement.first_chunk
     at = 0
     while at < len(items):

@@ -4,9 +4,9 @@ A box is (offsets, sizes) with one number per dimension. An array without dimens
 range of elements in row-major order.
 
 `share` divides replicated pieces (data parallel replicas) into slices *before* they are copied, so that each rank
-stages and writes only its slice. All tensors with the same replicas are concatenated in the order of their names, and
-the result is divided into slices of equal bytes. The boundaries are between rows, so that slices are boxes. The ranks
-need no communication, because each computes the division from the replicated tensors alone, with the same result.
+stages and writes only its slice. All tensors that the same ranks have are concatenated in the order of their names, and
+divided into slices of equal bytes. The boundaries are between rows, so that slices are boxes. The ranks need no
+communication, because each computes the division from the replicated tensors alone, with the same result.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ Runs = Sequence[tuple[int, int]]
 
 
 def boxes_of_runs(runs: Sequence[Runs]) -> list[tuple[Box, Dims]]:
-    """Return the boxes of a larger array that form the array with these indices in every dimension.
+    """Return the boxes of an array that together have the elements with these indices in every dimension.
 
-    Each box comes with its offsets in the smaller array. The result is empty if that array is empty.
+    Each box comes with its offsets in the smaller array of these elements. Return [] if that array is empty.
     """
     placed = [_placed(each) for each in runs]
     return [
@@ -134,8 +134,8 @@ class Effort:
 def times_covered(shape: Dims, boxes: Iterable[Box], effort: Effort | None = None) -> tuple[int, int]:
     """Return how often boxes cover each element of an array, as (minimum, maximum); (1, 1) if it has no elements.
 
-    A dozen boxes in eight dimensions can take extremely long. Several calls may share one `effort`. Raise TangledError
-    if not enough of it is left.
+    Counting a dozen boxes in eight dimensions can take extremely long. Several calls may share one `effort`. Raise
+    TangledError when the effort is used up.
     """
     if math.prod(shape) == 0:
         return 1, 1
@@ -175,7 +175,7 @@ def _times(shape: I64, starts: I64, ends: I64, effort: Effort) -> tuple[int, int
     return min(least for least, _ in seen.values()), max(most for _, most in seen.values())
 
 
-# -- shares of replicated tensors --
+# -- division of replicated tensors among ranks --
 
 
 GRAIN = 64 << 10  # bytes; smaller pieces are not divided
@@ -195,8 +195,8 @@ class Seat:
 class Holding:
     """A piece of a tensor on this rank: a box of the `full` tensor. `replicas`: all ranks with this piece, ascending.
 
-    Several ranks may have different tensors of the same name. `instance` distinguishes them: the lowest rank of those
-    that share the tensor, or `GLOBAL` if all ranks do.
+    Several ranks may have different tensors of the same name. `instance` distinguishes them: it is the lowest rank that
+    shares the tensor, or `GLOBAL` if all ranks share it.
     """
 
     name: str
@@ -233,7 +233,7 @@ def share(holdings: Sequence[Holding], seat: Seat) -> list[Cut]:
     found: list[Cut] = []
     for replicas, members in lines.items():
         if seat.rank not in replicas:
-            continue  # another rank saves it
+            continue  # only other ranks have these pieces
         members.sort(key=lambda i: (holdings[i].name, holdings[i].instance, holdings[i].offsets))
         found += _slices(holdings, members, replicas.index(seat.rank), len(replicas))
     return sorted(found, key=lambda cut: (cut.holding, cut.box))
@@ -261,7 +261,7 @@ def _slices(holdings: Sequence[Holding], members: list[int], number: int, count:
 
 
 def _cut(holding: Holding, at: int) -> int:
-    """Return the element of a holding nearest to its byte `at` where a slice may end."""
+    """Return the element number at which a slice may end that is nearest to byte `at` of a holding."""
     size, grain = holding.elements, 1
     if at <= 0 or at >= size * holding.item_size:
         return 0 if at <= 0 else size

@@ -4,10 +4,10 @@
     planes  divided into byte planes, which zstd compresses
     delta   the XOR with an older chunk of the same length, stored as compressed byte planes
 
-Plane k holds byte k of every word: the planes of 3 words of 4 bytes, 0123 4567 89ab, are 048 159 26a 37b. The exponents
-    of a tensor are similar and the low bits of its mantissas are noise, so planes compress better than words. The
-    stored form of `planes` and `delta` starts with one byte, the word size (1, 2, 4 or 8). A zstd frame for each plane
-    follows, the lowest plane first.
+Plane k holds byte k of every word. For example, the 4-byte words 0123, 4567 and 89ab have the planes 048, 159, 26a,
+37b. The exponents of a tensor are similar and the low bits of its mantissas are noise, so planes compress better than
+words. The stored form of `planes` and `delta` starts with one byte, the word size (1, 2, 4 or 8). A zstd frame for each
+plane follows, the lowest plane first.
 
 All functions are pure and do no I/O. Each releases the GIL while it works on the bytes, and any thread may call it.
 Each thread keeps memory for the planes of one chunk. Speeds and sizes: benchmarks/results/codecs.json.
@@ -36,9 +36,9 @@ _WORDS = {
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
     "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F4_E2M1X2": 1,
 }  # fmt: skip
-# bytes of words to divide or join in one pass; the words and their planes fit into the cache of a core
+# bytes that one pass divides into planes or joins; this many words and their planes fit into the cache of a core
 _PIECE = 256 << 10
-_KEPT = 4 << 20  # maximum bytes of planes for which a thread keeps memory
+_KEPT = 4 << 20  # maximum bytes of a buffer that a thread keeps for its next call
 _MAX_WINDOW = 1 << 23  # bytes; the largest window that every zstd decoder accepts
 _MAGIC = b"\x28\xb5\x2f\xfd"  # first bytes of a zstd frame
 _PLACES, _SAMPLE = 8, 8 << 10  # number of samples, and bytes of each sample, for `estimate`
@@ -62,7 +62,7 @@ def encode(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> 
     if codec == RAW:
         return bytes(plain)
     if word not in _UNSIGNED or length % word:
-        raise UsageError(f"{length} bytes are not words of {word}")
+        raise UsageError(f"cannot divide {length} bytes into words of {word} bytes")
     planes = _local.room("planes", length).reshape(word, length // word)
     _cut(_words(plain, word), None if base is None else _words(base, word), planes)
     return b"".join([bytes([word]), *(_local.compressor.compress(plane.data) for plane in planes)])
@@ -87,7 +87,7 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
         return
     word = view[0] if len(view) else 0
     if word not in _UNSIGNED or length % word:
-        raise CorruptError(f"an encoded chunk of {length} bytes has an impossible header")
+        raise CorruptError(f"the header of an encoded chunk of {length} bytes has the impossible word size {word}")
     frames, size = list[memoryview](), length // word
     left = view[1:]
     for _ in range(word):
@@ -128,7 +128,7 @@ def _check_base(codec: int, length: int, base: Buffer | None, error: type[Except
     there = None if base is None else memoryview(base).nbytes
     wanted = length if codec == DELTA else None
     if there != wanted:
-        raise error(f"{CODECS[codec]} of {length} bytes needs a base of {wanted} bytes, not {there}")
+        raise error(f"codec {CODECS[codec]}, {length} bytes: the base has {there} bytes, not {wanted} (None: no base)")
 
 
 # -- byte planes --
@@ -179,12 +179,12 @@ def _frame_end(stored: memoryview, size: int) -> int:
     if bytes(stored[:4]) != _MAGIC or header.content_size != size or header.dict_id:
         raise CorruptError(f"a plane is not a zstd frame of {size} bytes")
     if header.window_size > max(_MAX_WINDOW, size):
-        raise CorruptError(f"a plane needs a window of {header.window_size} bytes")
+        raise CorruptError(f"a plane needs a zstd window of {header.window_size} bytes, over {max(_MAX_WINDOW, size)}")
     last = False
     while not last and at + 3 <= len(stored):
         block = int.from_bytes(stored[at : at + 3], "little")
         last, kind = bool(block & 1), block >> 1 & 3
-        at += 3 + (1 if kind == 1 else block >> 3)  # kind 1 stores one byte, which is repeated
+        at += 3 + (1 if kind == 1 else block >> 3)  # a block of kind 1 stores one byte to repeat
     at += 4 if header.has_checksum else 0
     if not last or at > len(stored):
         raise CorruptError("a plane is an incomplete zstd frame")
@@ -206,8 +206,8 @@ class _Local(threading.local):
     """Holds the zstd contexts and buffers of one thread, because threads cannot share zstd contexts."""
 
     def __init__(self) -> None:
-        # Huffman coding with almost no search, because exponents have no repeats. Higher levels are slower and no
-        # smaller.
+        # Exponents contain no repeated sequences, so use Huffman coding with almost no search. Higher levels are slower
+        # and do not compress better.
         entropy = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7,
             target_length=0, write_content_size=True, write_checksum=False, write_dict_id=False,

@@ -4,11 +4,11 @@ A column file is a safetensors file with a zstd frame for each column. Its entry
 values of each column. Columns of digests are not compressed, because they do not become smaller. The files are
 untrusted, so every size is checked before memory is allocated for it.
 
-Each rank stages a slice of a replicated tensor. If the replicas differ, the slices would form a tensor that no rank
-had. A manifest therefore has digests of the whole tensors, as `{"sums": {group: digest}, "rows": text}`. A group is the
-set of ranks with the same tensors. The rows (compressed JSON) are read only if the sums differ. Each group has a list
-of `[name, instance, offsets, elements, digest]`; `elements` identifies the elements that were digested. Two rows are
-comparable if all fields except the digest agree.
+Each rank stages a slice of a replicated tensor. If the ranks' copies of the tensor differ, the slices would form a
+tensor that no rank had. A manifest therefore has digests of the whole tensors, as `{"sums": {group: digest}, "rows":
+text}`. A group is the set of ranks with the same tensors. The rows (compressed JSON) are read only if the sums differ.
+Each group has a list of `[name, instance, offsets, elements, digest]`; `elements` identifies the elements that were
+digested. Two rows can be compared if all their fields except the digest are equal.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 I64: TypeAlias = "npt.NDArray[np.int64]"
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-FEW = 1 << 18  # maximum entries of a column in any file; a larger file may have one entry for each of its bytes
+FEW = 1 << 18  # a column may have this many entries, plus one for each stored byte of the file
 
 ODD = (KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError, RecursionError)
-"""Errors that data of an unexpected structure may raise."""
+"""Exceptions that parsing raises for data of an unexpected structure."""
 
 
 @contextlib.contextmanager
@@ -50,11 +50,11 @@ def reading(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ColumnFile:
-    """Converts columns to a file, and a file to columns.
+    """Converts columns of numbers to the bytes of a file, and back.
 
-    `kinds`: numpy dtype of each column. `most`: maximum bytes of all columns together. `rows`: columns whose values are
-    turned into one object each. `spoken`: columns of JSON. `whole`: columns that are not compressed. `folds`: maximum
-    ratio of decompressed to stored size.
+    `kinds`: numpy dtype of each column, by name. `most`: maximum decompressed bytes of all columns together. `rows`:
+    columns with one value for each object that a reader creates. `spoken`: columns that contain JSON text. `whole`:
+    columns that are stored uncompressed. `folds`: maximum ratio of decompressed to stored bytes.
     """
 
     kinds: Mapping[str, Any]
@@ -73,7 +73,7 @@ class ColumnFile:
         return bytes(_arrays().save(files))
 
     def from_bytes(self, raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
-        """Return the columns. Call it within `reading`. Raise CorruptError if a size is wrong or implausible."""
+        """Return the columns by name. Call it inside `with reading(what)`. Raise CorruptError for a wrong size."""
         frames = _arrays().load(bytes(raw))
         counts = json.loads(frames.pop("counts").tobytes())
         if counts.keys() != self.kinds.keys() or frames.keys() != self.kinds.keys():
@@ -124,7 +124,7 @@ class Columns:
         """Return a column of `count` ascending end positions. The last position is `total`."""
         column = self.numbers(name, count, 0, total)
         if (np.diff(column) < 0).any() or (int(column[-1]) if count else 0) != total:
-            raise CorruptError(f"{self._what}: column {name} has an inconsistent sum")
+            raise CorruptError(f"{self._what}: the end positions in column {name} do not ascend to {total}")
         return column
 
     def digests(self, name: str, count: int) -> Bytes:
@@ -137,12 +137,12 @@ class Columns:
         """Return the keys of the data files."""
         found = json.loads(self._columns["files"].tobytes())
         if type(found) is not list or not all(type(k) is str and is_data(k) for k in found):
-            raise CorruptError(f"{self._what}: names impossible data files")
+            raise CorruptError(f"{self._what} names impossible data files")
         return tuple(found)
 
 
 def _arrays() -> Any:
-    """Return the module that writes arrays to files. Its import needs numpy."""
+    """Import and return the module that converts numpy arrays to safetensors files."""
     import safetensors.numpy
 
     return safetensors.numpy
@@ -166,7 +166,7 @@ def starts_of(ends: I64) -> I64:
 
 
 def spans(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> I64:
-    """Return the positions in all ranges in turn. Range i has `counts[i]` positions from `starts[i]`."""
+    """Concatenate ranges of positions. Range i consists of `counts[i]` consecutive positions from `starts[i]`."""
     ends = np.cumsum(counts, dtype=np.int64)
     found: I64 = np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
     return found
@@ -177,14 +177,14 @@ def spans(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> I64:
 
 Row = tuple[str, int, tuple[int, ...], str, str]
 Replicas = dict[str, Any]
-"""The digests of replicated tensors, as a manifest contains them."""
+"""The digests of replicated tensors in a manifest: `sums` and `rows`, see above."""
 
-DIFFER = "different values of replicated tensors"  # identifies the error of a failed save in the trainer
+DIFFER = "different values of replicated tensors"  # the trainer looks for this text in the error of a failed save
 SHOWN = 5  # maximum number of names in a message
 
 
 def replicas(rows: Mapping[tuple[int, ...], list[Row]]) -> Replicas:
-    """Return the digests for a manifest. `rows`: the rows of each group of ranks with the same tensors."""
+    """Return the digests of replicated tensors for a manifest. `rows`: the rows of each group of ranks."""
     if not rows:
         return {}
     named = {file_digest(canonical(list(ranks)))[:16]: sorted(found) for ranks, found in rows.items()}

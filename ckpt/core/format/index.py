@@ -16,12 +16,12 @@ The index is derived from the bytes of the manifests, so two committers write eq
     tensor_content                    16 bytes, equal for tensors with the same bytes that are cut into the same chunks
     pattern_shape, pattern_dim_ends   shape of the whole tensor, and where it ends
     pattern_ends                      pattern i has the pieces pattern_ends[i-1] .. pattern_ends[i]
-    piece_rank                        the rank that has the piece; counted from the tensor's instance, if that is a rank
+    piece_rank                        the rank that has the piece, minus the tensor's instance if that is a rank
     piece_dims                        offsets and sizes of each piece
     owned, view, alike                for each rank: number of chunks of its shards; number of its view; the lowest rank
                                       with the same plain values
     files                             JSON list of the keys of all data files that the tables name
-    views                             JSON: `layouts`, `values` and `views`, each different one once
+    views                             JSON: `layouts`, `values` and `views`, each distinct entry once
 
 Tensors that are divided in the same way share a pattern, so thousands of tensors on thousands of ranks have only a few
 thousand pieces. A view is the description of the state by one or more ranks: [lowest rank, number of the layout, for
@@ -73,7 +73,7 @@ FILE = ColumnFile(
 
 Key = tuple[str, int]
 """Name and instance of a tensor."""
-ALL = "each rank names it, in a ckpt.state.Shards with an empty list if it has nothing of it"
+ALL = "every rank must list it; a rank that has no piece of it lists a ckpt.state.Shards with an empty list"
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Index:
 
     @cached_property
     def first_chunk(self) -> I64:
-        """Return the number of each rank's first chunk, counting the chunks of a rank after the other."""
+        """Return the number of each rank's first chunk, counting the chunks of all ranks in rank order."""
         return starts_of(np.cumsum(self.columns["owned"]))
 
     @cached_property
@@ -287,8 +287,8 @@ def _check_patterns(raw: dict[str, npt.NDArray[Any]], columns: Columns, what: st
 def _views(
     columns: Mapping[str, npt.NDArray[Any]], names: frozenset[str] | None, what: str, world: int
 ) -> tuple[View, ...]:
-    """Parse the views. Raise CorruptError for unknown tensor names. `names`: all names, or None if unknown ones may
-    belong to ranks whose manifests are on other disks."""
+    """Parse the views. Raise CorruptError for unknown tensor names. `names`: all names, or None if an unknown name may
+    belong to a rank whose manifest is on another disk."""
     if len(columns["views"]) > MAX_JSON:
         raise CorruptError(f"{what} is implausibly large")
     data = json.loads(columns["views"].tobytes())
@@ -297,7 +297,7 @@ def _views(
         if not all(type(n) is int and OWN <= n < world for n in instances.values()):
             raise CorruptError(f"{what} has an impossible instance")
         if names is not None and not names.issuperset(aliases.values()):
-            raise CorruptError(f"{what} has an alias of nothing")
+            raise CorruptError(f"{what} has an alias that refers to no tensor")
         check_components(layout["components"], None if names is None else names.union(aliases))
     found: list[View] = []
     for first, number, chosen in data["views"]:
@@ -399,7 +399,7 @@ class _Block:
 
 
 def _blocks(count: int, numbers: Sequence[npt.NDArray[np.int32]], tables: Sequence[Table]) -> Iterator[_Block]:
-    """Yield blocks of shards from all ranks: first the shards of the first names, then of the next names, and so on."""
+    """Yield blocks of shards. Each block has the shards of some names, in the order of the names, from all ranks."""
     of = {id(one): one for one in numbers}
     orders = {key: np.argsort(one, kind="stable") for key, one in of.items()}
     rows = np.zeros(count, np.int64)
@@ -562,7 +562,7 @@ def _check_views(shares: Sequence[Share], pool: _Pool, tensors: _Tensors) -> Non
 
 
 class _Pool:
-    """Collects layouts, plain values and views. Equal ones are listed once."""
+    """Collects the distinct layouts, plain values and views of all ranks."""
 
     def __init__(self) -> None:
         self.layouts: dict[object, tuple[dict[str, Any], int]] = {}  # the layout, with the lowest rank that has it
@@ -602,7 +602,7 @@ class _Pool:
         return self._known[view]
 
     def instances(self, share: Share) -> list[tuple[str, int]]:
-        """Return the instances to check for a rank: all for the first rank with a layout, else only the rank's own."""
+        """Return the instances to check for a rank: all instances for the first rank with a layout, else only `OWN`."""
         data, first = self.layouts[share.layout.key]
         if share.rank == first:
             return list(data["instances"].items())

@@ -30,7 +30,7 @@ from ckpt.events import log
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-SMALL = 4096  # bytes; for fewer bytes, a call costs more than it saves. The library needs more than 240
+SMALL = 4096  # bytes; shorter pieces are copied in Python, because a call costs more than it saves. At least 241
 
 _TRIED = (241, 256, 1024, 1025, 2048, 4099, 12345)  # lengths in bytes that `works` tests
 
@@ -76,7 +76,7 @@ def library_path() -> Path:
 
 
 def works(library: Kernels) -> bool:
-    """Return True if copies and digests are right for odd sizes and any address, and no other memory is written."""
+    """Return True if the library copies and digests odd sizes at any address correctly and writes no other memory."""
     noise = np.random.default_rng(0).integers(0, 256, max(_TRIED) + 3, np.uint8)
     return all(_copies(library, noise[at : at + size], at * 21) for size in _TRIED for at in range(3))
 
@@ -93,7 +93,7 @@ def _copies(library: Kernels, source: Any, at: int) -> bool:
 
 
 Room = Callable[[I64], I64]
-"""`room(chunks)` returns an address with memory for the plain bytes of each chunk; 0 for chunks without an address."""
+"""`room(chunks)` returns for each chunk the address of memory for its plain bytes, or 0 without such memory."""
 
 
 def address_of(memory: memoryview) -> int:

@@ -31,8 +31,8 @@ from ckpt.store import PAGE
 
 CHUNK = 4 << 20
 LINE = 256  # bytes, the largest alignment
-MAX_HEADER = 96 << 20  # safetensors rejects 100 MB
-METADATA, FOR_METADATA = "__metadata__", 1 << 10  # the header entry that is not a tensor, and its maximum bytes
+MAX_HEADER = 96 << 20  # bytes; safetensors rejects headers of 100 MB
+METADATA, FOR_METADATA = "__metadata__", 1 << 10  # the entry that is not a tensor, and its maximum bytes
 MAX_DIMS = 64
 OWN = -1  # as an instance in a shared layout: the tensor belongs to the rank itself
 
@@ -49,9 +49,9 @@ BITS = NATIVE | FOREIGN
 class TensorSpec:
     """A tensor, or the piece of a tensor that one rank stages.
 
-    `name`: fully qualified. `dtype`: key of `BITS`. `shape`: that of the piece. `whole`, `offsets`: shape of the tensor
-    and position of the piece; None and () if the piece is the whole tensor. `instance` distinguishes tensors of the
-    same name on different ranks (see `ckpt.core.format.boxes`).
+    `name`: fully qualified. `dtype`: key of `BITS`. `shape`: shape of the piece. `whole`: shape of the tensor, None if
+    the piece is all of it. `offsets`: position of the piece. `instance` distinguishes equal names on different ranks
+    (see `ckpt.core.format.boxes`).
     """
 
     name: str
@@ -155,9 +155,9 @@ class Layout:
             elsewhere = {str(n): (dtype, tuple(shape)) for n, (dtype, shape) in others.items()}
             check_tensors([*tensors, *(TensorSpec(n, *form) for n, form in elsewhere.items())])
             if (type(rank), type(world)) != (int, int) or not 0 <= rank < world <= MAX_WORLD:
-                raise CorruptError("a layout of an impossible rank")
+                raise CorruptError(f"a layout has the impossible rank {rank!r:.80} of {world!r:.80}")
             if not all(type(n) is int and 0 <= n < world for n in instances.values()):
-                raise CorruptError("a layout with impossible instances")
+                raise CorruptError("a layout has an impossible instance")
             names = {t.name for t in tensors}
             if world > 1:  # only the components name tensors that other ranks stage
                 names = names.union(*(c["names"] for c in components)) - aliases.keys()
@@ -165,7 +165,7 @@ class Layout:
             if len({t.key for t in tensors}) != len(tensors):
                 raise CorruptError("a layout names a tensor twice")
             if not all(v in names and k not in names for k, v in aliases.items()):
-                raise CorruptError("a layout has an alias of nothing")
+                raise CorruptError("an alias in a layout refers to no tensor")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(f"not a layout: {error}") from None
         return cls(tensors, aliases, components, rank, world, instances, elsewhere)
@@ -221,12 +221,12 @@ def check_tensors(tensors: Iterable[TensorSpec]) -> None:
             raise CorruptError(f"{t.name}: implausible size")
         if t.whole is not None:
             if not len(t.whole) == len(t.offsets) == len(t.shape):
-                raise CorruptError(f"{t.name}: a piece of other dimensions than its tensor")
+                raise CorruptError(f"{t.name}: the piece and its tensor differ in the number of dimensions")
             places = zip(t.offsets, t.shape, t.whole, strict=True)
             if not all(type(i) is int and type(n) is int and i >= 0 and i + k <= n < 2**62 for i, k, n in places):
-                raise CorruptError(f"{t.name}: a piece outside its tensor")
+                raise CorruptError(f"{t.name}: the piece is outside its tensor")
         if type(t.instance) is not int or not -1 <= t.instance < MAX_WORLD:
-            raise CorruptError(f"{t.name}: an impossible instance")
+            raise CorruptError(f"{t.name}: impossible instance {t.instance!r:.80}")
 
 
 def check_components(components: list[Any], names: set[str] | frozenset[str] | None) -> None:
@@ -234,7 +234,7 @@ def check_components(components: list[Any], names: set[str] | frozenset[str] | N
     for one in components:
         path, own = one["path"], one["names"]
         if type(one["kind"]) is not str or type(one["facts"]) is not dict or type(path) is not list:
-            raise CorruptError("a component of a layout is not one")
+            raise CorruptError("a component of a layout has a kind, facts or a path of the wrong type")
         if (
             not all(type(key) in (str, int) for key in path)
             or type(own) is not list
@@ -275,7 +275,8 @@ class Arrangement:
 
     @cached_property
     def chunk_starts(self) -> list[int]:
-        """Return the number of the first chunk of each tensor, in file order, followed by the number of all chunks."""
+        """Return the number of the first chunk of each tensor, in file order, followed by the total number of
+        chunks."""
         return list(itertools.accumulate((-(-self.tensors[i].nbytes // CHUNK) for i in self.order), initial=0))
 
     @cached_property

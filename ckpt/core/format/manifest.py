@@ -78,7 +78,7 @@ def nonce_of(job: str, turn: int) -> str:
 
 
 def read_needs(texts: Any, checkpoint: CheckpointId) -> tuple[CheckpointId, ...]:
-    """Parse the ids that a checkpoint builds on. Raise CorruptError unless older, sorted and at most MAX_NEEDS."""
+    """Parse the ids that a checkpoint builds on. Raise CorruptError for newer, unsorted or more than MAX_NEEDS ids."""
     if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
         raise CorruptError(f"checkpoint {checkpoint} depends on an impossible number of checkpoints")
     found = tuple(map(CheckpointId.parse, texts))
@@ -97,7 +97,7 @@ def folder_of(checkpoint: CheckpointId) -> str:
 
 
 def data_key(checkpoint: CheckpointId, rank: int, number: int = 0) -> str:
-    """Return the name of a data file. `number`: 0 for the rank's first data file, which is raw, else more."""
+    """Return the name of a data file. `number`: 0 for the rank's first data file, which is raw, from 1 for others."""
     return f"{folder_of(checkpoint)}rank-{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
 
 

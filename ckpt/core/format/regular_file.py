@@ -21,7 +21,7 @@ LOST = frozenset(
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Open a file and return its descriptor. Raise OSError if it cannot be opened or is not a regular file."""
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)  # does not wait for the other end of a pipe
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)  # so that opening a pipe does not wait
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENOTSUP, "it is not a regular file", os.fspath(path))

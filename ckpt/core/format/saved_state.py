@@ -1,9 +1,8 @@
 """Combines the manifests of all ranks of a checkpoint into one state, and finds in it what each restoring rank needs.
 
 A tensor is identified by its name and its *instance*: the lowest rank that shares the tensor, or `GLOBAL` if all ranks
-    share it. A restoring rank finds a tensor with `resolve`. The number of ranks and the sharding may have changed
-    since the save, if the name is still unambiguous. `mapped` selects the saved rank whose plain values a rank
-    restores.
+share it. A restoring rank finds a tensor with `resolve`, even after the number of ranks or the sharding has changed,
+unless the name has become ambiguous. `mapped` selects the saved rank whose plain values a rank restores.
 
 The state always has an index (`format.index`), with the names and forms of all tensors. A state built from every rank's
 manifest has all chunks. A state built from the index alone reads the manifests of the needed ranks in `narrowed`.
@@ -28,7 +27,7 @@ from ckpt.core.format.table import DTYPE_NUMBER, Table, empty, merge
 from ckpt.core.format.values import ORDERS, SHARED_KINDS, Json, Path, SavedNode, check_node, joined, unlike
 from ckpt.errors import CorruptError
 
-KEPT = 1 << 19  # maximum chunks of the cached tables
+KEPT = 1 << 19  # the cache of tables is emptied when it has more chunks than this
 
 
 class Fetch(Protocol):
@@ -46,7 +45,7 @@ class Ambiguous:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A saved tensor. `spec`: form of the whole tensor. `shards`: table rows that cover the requested boxes once."""
+    """A saved tensor. `spec`: form of the whole tensor. `shards`: table rows that cover the requested boxes."""
 
     spec: TensorSpec
     shards: Sequence[int]
@@ -56,7 +55,7 @@ class _Tensors(Mapping[Key, SavedTensor]):
     """Creates each `SavedTensor` on access, because a restore with unchanged sharding needs none."""
 
     def __init__(self, index: Index, shards: Mapping[int, Sequence[int]]) -> None:
-        """Look up tensors in `index`. `shards`: rows of the table for each tensor, by the tensor's number, if known."""
+        """Look up tensors in `index`. `shards`: table rows of each tensor whose rows are known, by tensor number."""
         self._index, self._shards = index, shards
 
     def __getitem__(self, key: Key) -> SavedTensor:
@@ -275,8 +274,8 @@ class SavedState:
     ) -> Key | Ambiguous | None:
         """Return the saved tensor that `rank` of `size` restores under a name, or None if there is no such tensor.
 
-        `instance`: instance of the tensor to fill, None if there is none yet. `lenient`: if the number of ranks has
-        changed, let a rank restore another rank's own values. This suits buffers, but not weights.
+        `instance`: instance of the tensor to fill, None if that tensor does not exist yet. `lenient`: after a change of
+        the number of ranks, let a rank restore a tensor of another rank. Use it for buffers, not for weights.
         """
         name = self.canonical(name, rank)
         candidates = self.instances(name)
@@ -307,7 +306,7 @@ class SavedState:
         return self.index.content(self.index.number[key])
 
     def order(self, key: Key, rank: int = 0) -> list[int] | None:
-        """Return the dimensions of a tensor from the outermost to the innermost in memory; None for a contiguous one.
+        """Return the dimensions of a tensor from the outermost to the innermost in memory, None if it is contiguous.
 
         If ranks differ, the rank that owns the tensor takes precedence, then the rank whose values `rank` restores.
         """
@@ -334,7 +333,7 @@ class SavedState:
 
     @cached_property
     def labels(self) -> dict[str, Key]:
-        """Return all tensors by unique names, including aliases: `name#rank` if ranks have different tensors."""
+        """Return all tensors by unique names, including aliases. A name with different tensors becomes `name#rank`."""
         found: dict[str, Key] = {}
         aliases = {alias: name for view in reversed(self.views) for alias, name in view.aliases.items()}
         for name, of in [*((name, name) for name in self._instances), *aliases.items()]:
@@ -373,7 +372,8 @@ class SavedState:
     def said(
         self, wanted: Callable[[Path], bool] = lambda path: True, *, once: bool = False
     ) -> Iterator[tuple[int, dict[str, Any], Json]]:
-        """Yield the entries whose path is wanted, as each rank saved them: rank, component, plain values.
+        """Yield rank, component and plain values of the entries whose path `wanted` accepts, from each rank that saved
+        them.
 
         `once`: yield only the first rank's version of each entry.
         """

@@ -18,8 +18,8 @@ file of columns (`format.columns`):
     files                     JSON list of the keys of data files, including those of older checkpoints
 
 The chunks of the shards are followed by *bases*: chunks of older checkpoints that deltas depend on, stored whole. So a
-    reader needs no other table to read every shard in a table. The base of a delta is never a delta itself, and there
-    are no cycles, because a base belongs to no shard.
+reader needs no other table to read every shard in a table. The base of a delta is never a delta itself, and there are
+no cycles, because a base belongs to no shard.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class SavedShard:
 class SavedShards(Sequence[SavedShard]):
     """Shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` has the global shape, offsets and sizes of shard i.
 
-    `dtype`: index in `DTYPES`. `accelerated`: 1 if the rank had the shard on an accelerator. Equal to any sequence of
-    the same shards.
+    `dtype`: index in `DTYPES`. `accelerated`: 1 if the rank had the shard on an accelerator. An instance equals any
+    sequence of the same shards.
     """
 
     __slots__ = ("accelerated", "dim_starts", "dims", "dtype", "instance", "names", "rank")
@@ -271,7 +271,7 @@ def check_shards(shards: SavedShards, what: str) -> I64:
     """Check that every shard is a box inside its tensor. Return the bytes of each shard, -1 if too large."""
     lengths = np.diff(shards.dim_starts)
     odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)
-    impossible = np.flatnonzero(shards.dims.view(np.uint64) >= MAX_DIM)[:1]  # negative values too, as unsigned numbers
+    impossible = np.flatnonzero(shards.dims.view(np.uint64) >= MAX_DIM)[:1]  # unsigned, so also negative values
     odd[np.searchsorted(shards.dim_starts, impossible, "right") - 1] = True
     if odd.any():
         raise CorruptError(f"{what}: impossible shape of shard {int(np.argmax(odd))}")
@@ -504,7 +504,7 @@ def _check_forms(table: Table, what: str) -> None:
     """Raise CorruptError if a chunk has an impossible base or stored size."""
     raw, delta = table.codec == RAW, table.codec == DELTA
     if (table.stored != table.length)[raw].any():
-        raise CorruptError(f"{what}: a raw chunk is stored at another length")
+        raise CorruptError(f"{what}: the stored and the plain length of a raw chunk differ")
     if (table.stored > table.length).any():
         raise CorruptError(f"{what}: a chunk takes more room than its plain bytes")
     if (table.base[~delta] >= 0).any():

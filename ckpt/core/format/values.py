@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Json = Any
 Path = tuple[str | int, ...]
 MAX_DEPTH = 100
-MANY = 64  # lists longer than this are checked in one pass
+MANY = 64  # a longer list is checked for numbers in one pass
 _DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,7}\])?")
 
 
@@ -51,7 +51,7 @@ def show(path: Path) -> str:
 
 
 def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:
-    """Return a function that splits a text into the longest matching name of `names` and the key after this name."""
+    """Return a function that splits `name.key` into the longest name in `names` and the key, or returns None."""
     known = set(names)
     lengths = sorted({len(name) for name in known}, reverse=True)  # few lengths, even if a text has many dots
 
@@ -122,7 +122,7 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
         return {"$": "deque", "v": [encode(v, (*path, i), extern) for i, v in enumerate(value)], "maxlen": value.maxlen}
     if kind in (set, frozenset):
         items = [encode_key(item, path, extern) for item in value]
-        # Sorted, because two equal sets may iterate in different orders in different processes.
+        # Sort the items, because two equal sets may iterate in different orders in different processes.
         return {"$": kind.__name__, "v": sorted(items, key=lambda item: json.dumps(item, sort_keys=True))}
     if kind in (range, slice):
         bounds = [encode(v, path, extern) for v in (value.start, value.stop, value.step)]
@@ -175,7 +175,7 @@ def _are_numbers(values: list[Any]) -> bool:
 
 def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Path], Json | None] | None) -> Json:
     plain = type(value) is dict and "$" not in value and all(type(key) is str and is_text(key) for key in value)
-    if plain and list(value) == sorted(value):  # canonical JSON sorts keys, so another order is stored as pairs
+    if plain and list(value) == sorted(value):  # canonical JSON sorts keys, so store other orders as pairs
         return {key: encode(v, (*path, key), extern) for key, v in value.items()}
     tag = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}[type(value)]
     rows = [[encode_key(key, path, extern), encode(v, (*path, part_of(key)), extern)] for key, v in value.items()]
@@ -250,12 +250,12 @@ def kind_of(data: Json) -> str:
 
 
 def pairs(items: dict[str, Json]) -> Json:
-    """Return the encoded dict with these encoded values, in their order."""
+    """Return the encoded form of a dict whose values are already encoded. Preserve the order of its items."""
     return {"$": "dict", "v": [[encode(key), value] for key, value in items.items()]}
 
 
 def unpaired(data: Json) -> dict[str, Json] | None:
-    """Return the encoded values of an encoded dict with text keys. Return None for other data."""
+    """Return the still encoded values of an encoded dict with text keys, by key. Return None for other data."""
     if type(data) is not dict or "$" not in data:
         return data if type(data) is dict else None
     rows = data.get("v") if data["$"] in ("dict", "ordered") else None
@@ -354,7 +354,7 @@ def plain_dtype(text: object) -> np.dtype[Any]:
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return True if numpy finds exactly this dtype by its name, which excludes fields and dtypes of other packages."""
+    """Return True if numpy returns this dtype for its name, which excludes fields and dtypes of other packages."""
     if dtype.hasobject or dtype.names is not None or dtype.metadata or not dtype.itemsize:
         return False
     if dtype.isbuiltin == 1 and dtype.kind in "biufc" and dtype.char not in "qQ":  # the common case at every step
@@ -385,11 +385,11 @@ def _numpy_scalar(dtype: object, raw: bytes) -> np.generic:
 
 
 SHARED_KINDS = ("module", "optimizer")  # kinds of entries that may be distributed over the ranks
-PLAIN = "plain"  # fact of an optimizer: names of plain tensors that are a rank's shards next to a DTensor
-TENSORS = (None, "parameter", "buffer")  # kinds of a tensor in a reference
+PLAIN = "plain"  # fact of an optimizer: names of plain state tensors that are shards, as their parameter is a DTensor
+TENSORS = (None, "parameter", "buffer")  # values of the field `kind` in a reference to a tensor
 OBJECT_TAGS = ("enum", "namedtuple", "object", "generator", "given", "parameter")
 JOINED_KIND = "optimizer"  # the kind of entries whose values are joined from all ranks
-KINDS = "kinds"  # fact of an optimizer: kinds of the tensors that are not plain, as in references to tensors
+KINDS = "kinds"  # fact of an optimizer: for each state tensor that is not plain, the fields of `kind_of_tensor`
 DICTS = "dicts"  # fact of an optimizer: for each parameter, the type of its dict if that is not a plain dict
 ORDERS = "orders"  # fact: for each tensor that is not contiguous, its dimensions from the outermost to the innermost
 
@@ -421,7 +421,7 @@ def _joined(nodes: list[SavedNode]) -> SavedNode:
     names = tuple(_union(node.names for node in alike))
     if first.kind != JOINED_KIND:
         return replace(first, names=names, facts={**first.facts, **_joined_tensors(alike)})
-    # State of this rank's parameters that only other ranks have belongs to them.
+    # If only other ranks saved some state of this rank's parameters, that state belongs to them, so leave it out.
     own, start = {name for group in first.facts["params"] for name in group}, show((*first.path, "state")) + "."
     split, mine = splitter(name for node in alike for group in node.facts["params"] for name in group), set(first.names)
     names = tuple(
@@ -434,7 +434,7 @@ def _joined(nodes: list[SavedNode]) -> SavedNode:
 
 def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
     """Join the facts of an optimizer, each parameter group separately."""
-    own = {name for group in nodes[0].facts["params"] for name in group}  # facts about these take precedence
+    own = {name for group in nodes[0].facts["params"] for name in group}  # the first node's facts take precedence
     groups = max(len(node.facts["params"]) for node in nodes)
     params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
     state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
@@ -462,7 +462,7 @@ def _joined_wrappers(nodes: list[SavedNode]) -> dict[str, Any]:
 
 
 def _joined_values(nodes: list[SavedNode]) -> Json:
-    """Take the settings of groups from the first node, and the plain state of other parameters from any node."""
+    """Take the group settings from the first node, and the plain state of parameters that it lacks from other nodes."""
     own = {name for group in nodes[0].facts["params"] for name in group}
     state = {
         (name, str(key)): [name, key, value]
@@ -550,7 +550,7 @@ def is_optimizer(saved: SavedNode) -> bool:
 
 
 def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[int]]:
-    """Return dtype and shape of the array in a tensor. Raise CorruptError or ValueError if they are impossible."""
+    """Return dtype and shape of the array stored in `of`. Raise CorruptError or ValueError if they are impossible."""
     dtype, shape = plain_dtype(reference["dtype"]), reference["shape"]
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"not a shape: {shape!r:.80}")

@@ -94,7 +94,7 @@ def spare_from_oom(pid: int | str = "self", *, proc: Path = PROC, score: int = S
 def _of_machine(proc: Path) -> MemoryRoom:
     found = read_table(proc / "meminfo")
     total, available = found.get("MemTotal:", 0) << 10, found.get("MemAvailable:")
-    if total <= 0 or available is None:  # from system calls, which do not count reclaimable caches
+    if total <= 0 or available is None:  # use system calls, which do not count reclaimable caches
         page = os.sysconf("SC_PAGE_SIZE")
         return MemoryRoom(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page, "machine")
     return MemoryRoom(min(available << 10, total), total, "machine")
@@ -417,9 +417,9 @@ class Arena:
                 raise
 
     def add_slot(self) -> None:
-        """Add one slot, in the process that fills the slots. Raise MemoryError if the arena has its most slots, or if a
-        slot does not fit into the memory that is free. The slot counts once all its memory is allocated, so that a kill
-        leaves no slot that nobody makes ready."""
+        """Add one slot, in the process that fills the slots. Raise MemoryError if the arena has `most` slots, or if a
+        slot does not fit into the free memory. The slot counts once all its memory is allocated, so that a kill leaves
+        no slot that is not ready."""
         free, slot = room().available, self.slots
         if slot >= self.most or self.slot_size > FREE_SHARE * free:
             raise MemoryError(f"{self.slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of free memory")
@@ -427,7 +427,7 @@ class Arena:
             _set_counts(self._words, slot + 1, slot + 1)
 
     def _allocate(self, slot: int) -> bool:
-        """Allocate the memory of a slot. Return False if the arena was closed meanwhile. Raise MemoryError."""
+        """Allocate the memory of a slot. Return False if the arena is closed during the call. Raise MemoryError."""
         for at in range(0, self.slot_size, _PIECE):
             if self.fd < 0:
                 return False

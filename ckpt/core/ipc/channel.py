@@ -46,7 +46,7 @@ SEND_S = 10
 CONNECT_S = 2.0
 BIND_S = 1.0  # timeout for the owner of a name to reply, or for the name to become free
 NAMES = 4
-PLACE = 16  # characters of a key for the path or URL, and as many for the identity of the run
+PLACE = 16  # number of characters of a key for the path or URL, and for the run's identity
 QUEUE = 4096  # all ranks of a node may connect to all writers at the same time
 RUNTIME = "CKPT_RUNTIME_DIR"
 AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # process names of a writer
@@ -109,7 +109,7 @@ class Channel:
         del self._buffer[: 4 + size]
         count = found.fields.get("fds", 0) if found is not None else -1
         if type(count) is not int or not 0 <= count <= len(self._fds):
-            return None  # unknown which messages the descriptors belong to
+            return None  # it is unknown which message has which descriptors
         if found is not None:
             found.fds += [self._fds.popleft() for _ in range(count)]
         return found
@@ -160,12 +160,12 @@ def _digest(*texts: str) -> str:
 
 
 def at_place(key: str) -> list[str]:
-    """Return the keys of all writers on this host whose run has the same path or URL, even if it is another run."""
+    """Return the keys of the writers on this host whose run has the same path or URL, even if it is another run."""
     return [one for one in all_keys() if one[:PLACE] == key[:PLACE]]
 
 
 def siblings(key: str) -> dict[int, str]:
-    """Return the keys of all writers of this run on this host, by local rank. Some of them may have ended meanwhile."""
+    """Return the keys of the writers of this run on this host, by local rank. Some writers may have just ended."""
     run = key.rpartition("-")[0]
     found: dict[int, str] = {}
     for name, _, listening in _bound():
@@ -177,7 +177,7 @@ def siblings(key: str) -> dict[int, str]:
 
 
 def all_keys() -> list[str]:
-    """Return the keys of all writers of this user on this host. Some of them may have ended meanwhile."""
+    """Return the keys of this user's writers on this host. Some writers may have just ended."""
     named = re.compile(rf"@everystep/{re.escape(_scope())}/([0-9a-f]{{{2 * PLACE}}}-\d+)(/\d+)?")
     found = {match[1] for name, _, listening in _bound() if listening and (match := named.fullmatch(name))}
     return sorted(found)

@@ -115,7 +115,7 @@ STATES = ("opening", "training", "paused", "restoring", "leaving")
 _MAGIC = 0x3230_4553_4C55_5031
 _SEALS = 0x0001 | 0x0002 | 0x0004
 _ADD_SEALS = 1033
-# Fields: magic, calls, step, when (ns), state, updates, paused (ns); written by the writer: usual (ns); then: handled
+# Fields: magic, calls, step, when (ns), state, updates, paused (ns), usual (ns, set by the writer), handled
 _RING, _ENTRIES, _WIDTH = PAGE // 8, 512, 8  # each entry: step, when (ns), stalled (ns), saves, skipped, paused (ns)
 _SIZE = PAGE + 8 * _ENTRIES * _WIDTH
 

@@ -6,8 +6,7 @@
 
 On the wire, a message is a JSON object: `op` is its name, `id` is the number of a request and its reply, `fds` is the
 number of descriptors sent with it, and all other keys are fields. A message that is unknown, malformed or too long is
-rejected with an error that names it. A trainer and a writer with different values of `PROTOCOL` do not work together,
-because they can exchange only errors.
+rejected with an error that names it. Trainers and writers with different values of `PROTOCOL` exchange only errors.
 
 Arenas are identified by their id in hex, checkpoints by the text of their id, and tiers by their number. Objects that
 other modules define (a layout, a fault, a tier) are sent in their JSON form, and validated when they are parsed.
@@ -50,7 +49,7 @@ def _op(name: str) -> str:
 class Message(msgspec.Struct, frozen=True, tag_field="op", tag=_op):
     """A message with a name on the wire."""
 
-    most_bytes: ClassVar[int] = 8 * MIB  # larger for messages that grow with the model or the job
+    most_bytes: ClassVar[int] = 8 * MIB  # maximum size; larger for messages that grow with the model or the job
     descriptors: ClassVar[int] = 0  # number of descriptors sent with the message
 
 
@@ -125,7 +124,7 @@ def _text(name: str, number: int | None, fds: int, fields: dict[str, Any]) -> by
 
 
 def decode(text: bytes | bytearray) -> Incoming | None:
-    """Parse a message. Return None if it is not one. Check only name and number; `message_of` checks the fields."""
+    """Parse a message. Return None for other text. Check only name and number; `message_of` checks the fields."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -176,7 +175,7 @@ def _check_size(name: str, size: int, most: int) -> None:
 
 
 def refusal(name: str, problem: str) -> ProtocolError:
-    """Return the error for a rejected message. It names our version, because the sender may have another one."""
+    """Return the error for a rejected message. It names this version, because the sender may have another one."""
     named = repr(name[:MOST_NAME]) if name else "a message without a name"
     return ProtocolError(f"{named} {problem} (everystep {VERSION}, protocol {PROTOCOL})")
 
@@ -186,8 +185,8 @@ def refusal(name: str, problem: str) -> ProtocolError:
 
 class StoredNote(Note, frozen=True):
     """The bytes of a checkpoint are in a tier, or will be copied to it from a nearer tier, so the slot may be reused.
-    `held`: this note reports something else: this node's disk has all its parts, and only parts of other nodes are
-    missing. `checkpoint`: "" if the slot was being written when the trainer connected."""
+    `held`: True if the note instead reports that this node's disk has the files of its ranks, and only files of other
+    nodes are missing. `checkpoint`: "" if the slot was being written when the trainer connected."""
 
     tier: int = -1
     checkpoint: str = ""
@@ -221,9 +220,9 @@ class Hang(Body, frozen=True):
 
 
 class FaultNote(Note, frozen=True):
-    """A fault or a request, by `kind`: "hang"; "memory", little is available; "peer", `rank` of this node has died;
-    "trigger", a person requests a save; "signal", `raw` was read from the trainer's wakeup socket for other handlers,
-    and `numbers` are unhandled triggers. The trainer counts the hangs and triggers that it handles in its heartbeat."""
+    """A fault or a request. Values of `kind`: "hang"; "memory" (little is free); "peer" (`rank` of this node has died);
+    "trigger" (a person requests a save); "signal" (`raw`: bytes from the trainer's wakeup socket for other handlers;
+    `numbers`: signals of triggers). The trainer counts the hangs and triggers that it handles in its heartbeat."""
 
     kind: str
     why: str = ""
@@ -272,8 +271,9 @@ class LendReply(Body, frozen=True):
 
 class Lend(Request[LendReply], frozen=True):
     """Lend memory, which other ranks only read. `inherit`: serve this trainer from now on, unless your trainer lives.
-    `look`: send no arenas. `digest`: first compute missing digests. `fenced`: first read the log, as the caller has
-    fenced your job; send no arenas. `proof`: a temporary file in the nearest tier's folder, which you may see."""
+    `look`: send no arenas. `digest`: first compute missing digests. `fenced`: first read the log, because the caller
+    has fenced your job; send no arenas. `proof`: a temporary file in the nearest tier's folder, see
+    `LendReply.sees`."""
 
     inherit: bool = False
     proof: str = ""
@@ -303,8 +303,8 @@ class OpenRunReply(Body, frozen=True):
 class OpenRun(Request[OpenRunReply], frozen=True):
     """Open the tiers (see `Tier.spec`) without changing them. `check`: raise an error if another job trains the run.
     `auto`: tiers whose save interval is measured. `first_number`: first number of this writer's data files. `acquires`:
-    the history of the memory. `next_nonces`: an ACQUIRE with one of these is from the writer's own job. `roots`: the
-    ids that the runs in these tiers must have, "" for any."""
+    the history of the memory. `next_nonces`: an ACQUIRE record with one of these nonces is from the writer's own job.
+    `roots`: the ids that the runs in these tiers must have, "" for any."""
 
     tiers: list[Json]
     linger_s: float
@@ -327,7 +327,7 @@ class AcquireRun(Request[list[int]], frozen=True):
 
 
 class PartsHere(Body, frozen=True):
-    """The ranks whose parts of a checkpoint are in a tier. `world`: number of ranks that saved the checkpoint."""
+    """The ranks whose manifests of a checkpoint are in a tier. `world`: number of ranks that saved the checkpoint."""
 
     tier: int
     checkpoint: str
@@ -336,7 +336,7 @@ class PartsHere(Body, frozen=True):
 
 
 class OwnRun(Request[list[PartsHere]], frozen=True):
-    """Act as the owner that all ranks have agreed on. Return the parts on node-local disks, in the tiers to `recover`.
+    """Act as the owner that all ranks have agreed on. Return the manifests on node-local disks in tiers to `recover`.
     `roles`: ranks, place and world for each tier, see `Role`."""
 
     most_bytes = MOST_BYTES
@@ -347,7 +347,7 @@ class OwnRun(Request[list[PartsHere]], frozen=True):
 
 
 class ContinueRun(Request[None], frozen=True):
-    """Continue, because all ranks have recovered. `complete`: (tier, checkpoint) whose parts the other nodes have too.
+    """Continue, because all ranks have recovered. `complete`: (tier, checkpoint), complete on all nodes together.
     `resume`: resume copies to further tiers that a crash has interrupted."""
 
     complete: list[tuple[int, str]] = field(default_factory=list)
@@ -449,9 +449,9 @@ class KeptReply(Body, frozen=True):
 
 
 class KeepSteps(Request[KeptReply], frozen=True):
-    """Pin these steps in every tier, each with a note of the reason. Unpin all other steps that such a request has
-    pinned. None changes nothing. The reply is sent when the run logs contain the notes. It lists the pinned steps in
-    the tiers that this rank is responsible for, and reports if they have `step`."""
+    """Pin these steps in every tier, each with a note of the reason. Unpin all other steps that a `KeepSteps` has
+    pinned. `notes`: None changes nothing. The reply is sent when the run logs contain the notes. It lists the pinned
+    steps in the tiers that this rank is responsible for, and reports if they have `step`."""
 
     most_bytes = MOST_BYTES
     notes: list[tuple[int, str]] | None = None
@@ -546,8 +546,8 @@ class RunEvent(Request[None], frozen=True):
 
 class Look(Request[Json], frozen=True):
     """Return the `RankStatus` of the trainer, to any process of this user. With `evidence`, return {"evidence": [...]}
-    with an `Evidence` of what the trainer is doing, or [] if it is not watched. "own": only from this writer. "node":
-    also from the writers of the other trainers on this node."""
+    with an `Evidence` of what the trainer is doing, or [] if it is not watched. `evidence`: "own" for evidence from
+    this writer, "node" also from the writers of the other trainers on this node."""
 
     evidence: str = ""
 

@@ -134,7 +134,7 @@ class LogFiles:
                     except StoreError as error:
                         if error.retryable or not snapshots:
                             raise
-                        continue  # the older one has a bad sector, and the newest is enough
+                        continue  # the older SNAPSHOT is unreadable, but the newest is enough
                     if raw is None and sizes[seq] <= MAX_RECORD:
                         vanished = seq
                         break  # deleted during the call, so newer SNAPSHOTs exist
@@ -216,7 +216,7 @@ _DICE = SystemRandom()  # does not change the random numbers of the training
 MAX_PARTS = 1_000_000  # maximum number of manifests in a SNAPSHOT, because a larger one might be too large to read
 MAX_LISTINGS = 1000  # maximum number of listings of a log that keeps changing
 MAX_GAP = 100_000  # maximum number of missing records; a record after a larger gap does not belong to the log
-VANISHED_S = 1.0  # time by which the deletion of FORMAT.json may follow that of a record
+VANISHED_S = 1.0  # maximum time between the deletions of a record and of FORMAT.json by one `rm`
 BATCH = 1024  # number of records to read before they are applied
 
 
@@ -315,13 +315,13 @@ class RunLog(LogFiles):
             raws = await self._read_all(batch, seen, own)
             before, seen = seen, await self._list_known(own)
             if seen.floor != before.floor:
-                continue  # records of the batch may have been replaced by others with their numbers
+                continue  # other records may have taken the numbers of this batch
             missing = [seq for seq, raw in raws.items() if raw is None]
             if missing and missing != lacking:
-                lacking = missing  # list and read once more, because a record counts as missing only then
+                lacking = missing  # repeat, because a record counts as missing only the second time
                 continue
             if missing and seen.snapshots and missing[0] < seen.snapshots[0] and not self._whole:
-                self._begun = False  # deleted or lost: a newer SNAPSHOT contains their effect
+                self._begun = False  # a newer SNAPSHOT contains the effect of the missing records
                 continue
             for seq in missing:
                 if seen.sizes.get(seq, MAX_RECORD + 1) <= MAX_RECORD:
@@ -463,7 +463,7 @@ class RunLog(LogFiles):
                     return self.state
 
     async def _land(self, record: Record, end: float) -> bool:
-        """Put a record at the next number. Return False if a record, perhaps this one, is there and must be read."""
+        """Put a record at the next number. Return False if there is a record, perhaps this one, that must be read."""
         state = self.state
         raw, seq = self._sealed(record, state), state.next_seq
         try:
@@ -487,7 +487,7 @@ class RunLog(LogFiles):
         return counts
 
     async def _confirm(self, record: Record, seq: int, raw: bytes, end: float) -> bool:
-        """Return True if the record counts. It does not count below the floor, where its number was free again."""
+        """Return True if the record counts. A record below the floor does not, because its number was free."""
         while True:
             try:
                 await self._refresh({seq: raw})
@@ -501,7 +501,7 @@ class RunLog(LogFiles):
                 return record.id in self.state.requests
 
     async def _check_before(self, seq: int, raw: bytes) -> None:
-        """Raise RunGoneError if the previous record vanished from a folder during the put: the run is being deleted."""
+        """Raise RunGoneError if the previous record vanished from a folder during the put, as when a run is deleted."""
         if not self.store.remote and seq > self.floor and seq - 1 not in self._damaged:
             try:
                 await self.store.head(record_key(seq - 1))
@@ -524,7 +524,7 @@ class RunLog(LogFiles):
     async def _check_obstacle(self, seq: int) -> None:
         """Raise StoreError if something else has the name of the record, for example a folder."""
         if self.store.remote:
-            return  # a reply may be outdated
+            return  # a bucket's reply may be outdated
         try:
             await self.store.head(record_key(seq))
         except NotFoundError:

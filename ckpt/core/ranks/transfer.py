@@ -237,7 +237,7 @@ def _read(sock: socket.socket, view: memoryview, *, idle: bool = False) -> memor
             size = sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
         except BlockingIOError:
             if got or not idle:
-                raise PeerError("stands still") from None
+                raise PeerError("has stopped sending data") from None
             continue
         if size == 0:
             raise PeerError("closed the connection before it had sent everything")

@@ -170,7 +170,7 @@ def unpack(body: bytes) -> Json:
 
 Decide = Callable[[list[Json]], Json]
 
-GRACE_S = 15.0  # extra timeout for the other ranks, because rank 0 may begin a turn later than they
+GRACE_S = 15.0  # extra timeout for the other ranks, because rank 0 may begin a turn later
 LEFT = "left"  # topic posted by a rank that takes part in no further turn
 KEPT_MAIL = 64  # number of a rank's messages that stay in the store
 SHOWN = 8  # maximum number of names listed in a message
@@ -355,13 +355,13 @@ class World:
         timeout_s: float,
         dead: Callable[[], Mapping[int, str]],
     ) -> Json:
-        told = ""
+        prefix = ""
         try:
             values = self._collect(turn, topic, post, timeout_s, dead)
-            told = "rank 0: "
+            prefix = "rank 0: "
             verdict = pack({"value": decide(values)})
         except Exception as error:
-            self._board.put(f"{turn}verdict", pack({"error": _wire(error, told)}))
+            self._board.put(f"{turn}verdict", pack({"error": _wire(error, prefix)}))
             raise
         self._board.put(f"{turn}verdict", verdict)
         self._board.drop(self._done)
@@ -453,11 +453,11 @@ def _message(value: Json, who: str) -> dict[str, Any]:
     return {"topic": value.get("topic"), "error": wire}
 
 
-def _wire(error: BaseException, told: str = "") -> dict[str, str]:
-    """Return an error in the form from which the other ranks raise it, with `told` as a prefix of the message."""
+def _wire(error: BaseException, prefix: str = "") -> dict[str, str]:
+    """Return an error in the form from which the other ranks raise it, with `prefix` before its message."""
     wire = to_wire(error)
     name = wire["error"] if isinstance(error, CheckpointError) else PeerError.__name__
-    return {"error": name, "message": told + wire["message"]}
+    return {"error": name, "message": prefix + wire["message"]}
 
 
 def _values(topic: str, posts: dict[int, Json], missing: list[int], timeout_s: float) -> list[Json]:
@@ -509,7 +509,7 @@ def together(
         return verdict["value"]
     foreign = failure is not None and not isinstance(failure, CheckpointError)
     if failure is not None and (world.size == 1 or (foreign and verdict["rank"] == world.rank)):
-        raise failure  # instead, all ranks raise a CheckpointError with the same message
+        raise failure  # otherwise, all ranks raise a CheckpointError with the same message
     if failure is not None and verdict["rank"] != world.rank:
         logger.warning("%s failed on this rank as well: %r", topic, failure)
     raise from_wire(verdict["error"]) from failure

@@ -11,9 +11,9 @@ Either all ranks restore the same checkpoint, or none does. The ranks agree four
                  `load_state_dict` may use collectives
                  -> rank 0 begins a new term (`NewTerm`)
 
-If a checkpoint is damaged on any rank, all ranks try the next one. If only one node can see some parts (in memory, or
-on a node-local disk), its ranks describe these parts to the other ranks. They describe parts of the newest step in
-memory with the candidates, and all other parts in an agreement before "place".
+If a checkpoint is damaged on any rank, all ranks try the next one. If only one node can see some snapshots or manifests
+(in memory, or on a node-local disk), its ranks describe them to the other ranks. Snapshots of the newest step in memory
+are described with the candidates, and all others in an agreement before "place".
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Restored:
     - `seconds`: duration of the restore.
     - `nbytes`, `nbytes_received`: bytes that this rank read, and bytes that other ranks read for it.
     - `skipped`: newer checkpoints that could not be used, or were lost with a damaged log record.
-    - `repaired`: damaged parts that were read from another tier.
+    - `repaired`: damaged data that was read from another tier.
     - `left_out`: entries that did not fit, with strict=False.
     - `overridden`: optimizer settings that the script had changed and that the checkpoint has replaced.
     """
@@ -309,7 +309,7 @@ def _rows(post: Any, place: int) -> Iterator[tuple[CheckpointId, int, list[int],
 
 
 def _described(posts: list[Any], candidates: list[Json]) -> Json:
-    """Return the descriptions of the first candidate, or None if parts of it are not described."""
+    """Return the descriptions of the first candidate, or None if one of its snapshots is not described."""
     if not candidates or candidates[0][1] > 0:
         return None
     checkpoint = candidates[0][0]
@@ -374,7 +374,7 @@ def restore_first(
     if unreadable is not None:
         checkpoint, tier, why = unreadable
         raise UnreadableError(
-            f"step {checkpoint.step} in {tier} cannot be read now and may be intact, so no older one is used: {why}",
+            f"step {checkpoint.step} in {tier} cannot be read now and may be intact, so no older step is used: {why}",
             retryable=why.retryable,
         )
     _report_lost(world, lost, None, result, step)
@@ -442,7 +442,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
         try:
             described = together(world, "describe", source.describe)
         except UsageError as error:  # too large for one message; another location may need no description
-            raise CorruptError(f"the ranks cannot exchange their layouts of it: {error}") from error
+            raise CorruptError(f"the ranks cannot exchange their layouts of this step: {error}") from error
     rank = _RankRestore(job, source)
     try:
         posts = together(

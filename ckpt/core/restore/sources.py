@@ -2,7 +2,7 @@
 reads among ranks.
 
 `RestoreSource.open` creates the `SavedState` of the checkpoint, and `read` reads its chunks and verifies each before
-use. If no rank can see all of a checkpoint (in memory, or on node-local disks), each rank first describes its parts
+use. If no rank can see all of a checkpoint (in memory, or on node-local disks), each rank first describes what it sees
 with `describe`.
 
 To divide the reads, each rank posts the chunks that it needs, then computes what it reads. If possible, a rank itself
@@ -57,8 +57,8 @@ class RestoreSource(ABC):
     """One checkpoint in one location, as seen by this rank.
 
     - `undone`: a later restore rolled back to an earlier step, so the checkpoint is not in the present history.
-    - `partial`: ranks see different parts of it. `described`: the descriptions from all ranks, if already known.
-    - `repaired`: damaged parts that were read from another tier instead. `damaged`: True if any rank has found damage.
+    - `partial`: True if ranks see different files or snapshots of it. `described`: all ranks' descriptions, or None.
+    - `repaired`: damaged data that was read from another tier. `damaged`: True if any rank has found damage.
     - `term`: the value that rank 0 returned when it began a term with this checkpoint.
     """
 
@@ -72,7 +72,7 @@ class RestoreSource(ABC):
 
     @abstractmethod
     def describe(self) -> Json:
-        """Return a description of the parts that this rank sees, for the other ranks."""
+        """Return a description of the snapshots or manifests that this rank sees, for the other ranks."""
 
     @abstractmethod
     def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
@@ -225,7 +225,7 @@ class MemorySource(RestoreSource):
             for work in works:
                 work.result()
         for snapshot in self._here.values():
-            snapshot.check()  # another process may have overwritten it meanwhile
+            snapshot.check()  # another process may have overwritten it during the read
 
     def _read(self, snapshot: HeldSnapshot, chunks: I64, sink: Sink, room: Room | None) -> None:
         table, memory = self.saved.table, snapshot.arena.data(snapshot.slot)
@@ -286,13 +286,13 @@ def _values(text: bytes, digests: bytes | None, layout: Layout) -> list[Any]:
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         raise CorruptError("the plain values of the snapshot in memory are damaged") from None
     if not isinstance(values, list):
-        raise CorruptError("the plain values do not belong to the layout")
+        raise CorruptError("the plain values of the snapshot in memory are not a list")
     return values
 
 
 class StoreSource(RestoreSource):
     """A committed checkpoint in a store. `commit`: its log record in this store, or None if the checkpoint is `partial`
-    and the disk of this node has no part of it."""
+    and this node's disk has no manifest of it."""
 
     def __init__(
         self,
@@ -339,8 +339,8 @@ class StoreSource(RestoreSource):
             shared = SharedLayout.of_text(part["layout"])
             layouts.append(Layout.of_manifest(shared, rank, part["world"], table.columns.specs()))
             tables.append(table)
-        if not layouts or len(layouts) != layouts[0].world:
-            raise CorruptError(f"the reachable disks have {len(layouts)} rank manifests of step {self.checkpoint.step}")
+        if len(layouts) != (world := layouts[0].world if layouts else "all"):
+            raise CorruptError(f"step {self.checkpoint.step}: reachable disks have {len(layouts)} of {world} manifests")
         self._saved = SavedState(layouts, [parts[rank]["values"] for rank in sorted(parts)], tables)
 
     @property
@@ -406,8 +406,8 @@ Bools = npt.NDArray[np.bool_]
 
 
 def fitting(posts: list[Any], saved: SavedState | None) -> list[Any]:
-    """Return the posts. Raises MismatchError if the state of a rank does not fit, or, unless `saved` is None, if no
-    rank needs a saved tensor."""
+    """Return the posts. Raises MismatchError if the state of a rank does not fit, or if no rank needs a saved tensor
+    (`saved` None: not checked)."""
     problems: dict[str, list[int]] = {}
     for rank, post in enumerate(posts):
         for problem in post["problems"]:
@@ -482,7 +482,7 @@ def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], N
 class Work:
     """The work of a rank, with global chunk numbers.
 
-    `recipients`: for each chunk that the rank reads, the other ranks that get it. `expects`: chunks it gets, by sender.
+    `recipients`: for each chunk that the rank reads, the other ranks that get it. `expects`: chunks to get, by sender.
     """
 
     reads: list[int]
@@ -491,7 +491,7 @@ class Work:
 
 
 def divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
-    """Return the work of a rank. If all ranks can read all chunks, it depends only on the ranks of the same node."""
+    """Return the work of a rank, which depends only on the ranks of its node if all ranks can read all chunks."""
     ranks = list(range(len(posts)))
     if all(post["can"] is None for post in posts):
         ranks = [other for other in ranks if nodes[other] == nodes[rank]]
@@ -591,9 +591,9 @@ def _deal(sizes: I64, eligible: Bools, ranks: npt.NDArray[np.intp], load: I64, r
         ends = np.cumsum(sizes[chunks])
         total = int(ends[-1])
         before = load[able]
-        levels = -((total + np.cumsum(before)) // -np.arange(1, able.size + 1))  # if the first 1, 2, 3 … ranks read all
+        levels = -((total + np.cumsum(before)) // -np.arange(1, able.size + 1))  # equal load if the first 1, 2, … read
         shares = np.minimum(np.cumsum(np.maximum(levels.min() - before, 0)), total)
-        cuts = np.searchsorted(2 * ends - sizes[chunks], 2 * shares, side="right")  # by the middle of each chunk
+        cuts = np.searchsorted(2 * ends - sizes[chunks], 2 * shares, side="right")  # a chunk's middle decides
         reader[chunks] = np.repeat(able, np.diff(cuts, prepend=0))
         load[able] += np.diff(np.concatenate([[0], ends])[cuts], prepend=0)
 

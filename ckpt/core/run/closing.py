@@ -49,7 +49,7 @@ from ckpt.units import count_of
 STOP_S = 30.0  # timeout to stop the guard while it handles a fault
 MOST_NAMED = 8  # maximum number of ranks that a message names
 INSIST_S = 10.0  # Ctrl-C is delayed for this time while the last step is copied into memory
-CHECK_S, CHECKS_PER_S = 1.0, 500  # shortest pause between two checks of the store; checks by the whole job
+CHECK_S, CHECKS_PER_S = 1.0, 500  # shortest pause between two checks of the store; limit of checks by the whole job
 AGAIN_S = 30.0  # longest pause between checks if the store does not respond
 POST_S = 5.0  # timeout to write a post to the store, or to read the posts of other ranks
 
@@ -66,16 +66,16 @@ class Guard(Protocol):
 class Departures:
     """Announces that this rank leaves, and fails saves to which a departed rank did not contribute.
 
-    A departing rank posts the list of checkpoints for which it has saved its part. While a save of this rank is under
-    way, a background thread reads these posts. If a departed rank has no part of that save, the thread fails the save
+    A departing rank posts the list of checkpoints for which it has saved its files. While a save of this rank is under
+    way, a background thread reads these posts. If a departed rank has no files for that save, the thread fails the save
     with an error that names the rank. Slow ranks fail no save, but the writer reports them (`ckpt.core.writer.parts`).
     """
 
     def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._others = [rank for rank in range(run.world.size) if rank != run.world.rank]
-        self._posts: dict[int, dict[str, Any]] = {}  # by departed rank
-        self._seen: set[str] = set()  # ids of checkpoints that were found to lack the part of a departed rank
+        self._posts: dict[int, dict[str, Any]] = {}  # the posts of departed ranks, by rank
+        self._seen: set[str] = set()  # ids of checkpoints that were found to lack the files of a departed rank
         self._checking = threading.RLock()  # a signal handler may close the run while this thread holds the lock
         self._stopped = threading.Event()
         self._mail: Mailbox | None = None
@@ -110,8 +110,8 @@ class Departures:
             posted.set()
 
     def check(self, *, all_left: bool = False) -> None:
-        """Read the posts of departed ranks, and fail the saves that lack the parts of these ranks. `all_left`: every
-        rank has posted. Raises PeerError if the store cannot be reached."""
+        """Read the posts of departed ranks, and fail the saves that lack files of these ranks. `all_left`: every rank
+        has posted. Raises PeerError if the store cannot be reached."""
         with self._checking:
             if self._mail is None:
                 self._mail = self._run.world.mailbox()
@@ -124,7 +124,7 @@ class Departures:
                 self._fail_if_missing(save.id, at_once=all_left)
 
     def _fail_if_missing(self, checkpoint: str, *, at_once: bool) -> None:
-        """Fail a save that lacks a departed rank's part. Ranks that do not commit fail it only at the second check."""
+        """Fail a save that lacks a departed rank's files. Ranks that do not commit fail it only at the second check."""
         missing = [rank for rank, post in sorted(self._posts.items()) if checkpoint not in post["has"]]
         if not missing:
             return
@@ -161,7 +161,7 @@ class Departures:
 
 
 class Closing:
-    """Closes one run. `failed`: an exception has ended the training."""
+    """Closes one run. `failed`: True if an exception has ended the training."""
 
     def __init__(self, run: TrainingRun, saver: Saver, guard: Guard) -> None:
         self._run, self._saver, self._guard = run, saver, guard
@@ -322,7 +322,7 @@ class Closing:
         self._saver.wait(max(0.0, end - time.monotonic()))
         self._saver.note_owed()
         if why == NO_TIME:
-            raise DeadlineError(f"step {self._run.step} was the last one and is lost: {why}")
+            raise DeadlineError(f"the last step, {self._run.step}, is lost: {why}")
         if self._run.tiers and self._run.errors.fenced is None:
             self._check_any_saved(why)
 
@@ -387,9 +387,9 @@ class Closing:
         speaks = bool(why) or self._run.world.rank == 0
         if not self._run.stepped or last is None or kept == last or not speaks:
             return
-        what = "no step is" if kept is None else f"step {kept} is"
-        again = f"; a restart does {count_of(last - kept, 'step')} again" if kept is not None else ""
-        log.warning("step %d was the last one, and %s kept: %s%s", last, what, why or self._why_not_common(last), again)
+        what = "no step is" if kept is None else f"only step {kept} is"
+        again = f"; a restart repeats {count_of(last - kept, 'step')}" if kept is not None else ""
+        log.warning("the last step is %d, but %s saved: %s%s", last, what, why or self._why_not_common(last), again)
 
     def _why_not_common(self, step: int) -> str:
         return "; ".join(self._departures.behind(step)[:MOST_NAMED]) or "not all ranks have a newer one"
@@ -406,11 +406,11 @@ class Closing:
         in_memory = saver.newest is not None or (last is not None and last.place is not None)
         if in_memory or self._run.settings.on_error == "warn":
             if self._run.world.rank == 0:
-                log.error("step %s was the last one, and no step of this start is in any tier", self._run.step)
+                log.error("step %s was the last step, but no tier has a step of this job attempt", self._run.step)
         else:
             restored = self._run.supervisor.owner.restored
             which = "run" if restored is None else f"start, which continued from step {restored.step},"
-            what = f"no step of this {which} was saved, and step {self._run.step} was the last one"
+            what = f"no step of this {which} was saved, and step {self._run.step} was the last step"
             self._run.errors.note(SaveError(f"{what}: {why or self._why_not_common(self._run.step or 0)}"))
 
     def _is_only_in_memory(self) -> bool:
@@ -515,8 +515,8 @@ PERSIST_S = 60.0  # timeout to make the steps in memory durable, if the other ra
 COPYING_S = 2.0  # timeout for a copy that is under way
 GUESS_S = 0.1
 PATIENCE_S = 0.5  # extra time for the training loop to reach an ordered step
-AHEAD = 2  # steps between the posting rank and an ordered step, plus the steps that ranks do in two polls
-TRIES = 3  # orders for one request; another is posted if some rank had passed the ordered step
+AHEAD = 2  # an ordered step is this many steps ahead of the posting rank, plus the steps done during two polls
+TRIES = 3  # maximum orders for one request; the next one is posted if some rank had passed the ordered step
 MOST_WHY = 200  # characters of a reason that other ranks log
 
 
@@ -712,7 +712,7 @@ class EmergencySaver:
         """Save a step that this rank had already passed from memory. If memory has lost it, order a later step."""
         self._saver.newest_step(COPYING_S)
         if owner != self._supervisor.owner:
-            return  # the state was restored meanwhile, so this step number now means another step
+            return  # the state was restored since, so this step number now means another step
         save = self._saver.save_late(late, owner, f"had passed step {late.step} when it was ordered")
         if save is not None:
             self._saver.answer(save)
@@ -722,7 +722,7 @@ class EmergencySaver:
 
     def _on_persist(self, order: Order) -> None:
         if order.rank != self._world.rank:
-            log.info("rank %d requests a save of what is in memory: %s", order.rank, order.body["why"])
+            log.info("rank %d requests a save of the steps in memory: %s", order.rank, order.body["why"])
             start_thread(partial(self._persist_ordered, time.monotonic() + order.body["grace_s"]), "ckpt-persist")
 
     def _persist_ordered(self, end: float) -> None:

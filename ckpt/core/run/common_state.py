@@ -1,8 +1,8 @@
 """Finds the optimizer state that only some ranks have, so that it is not divided among all of them.
 
-Each rank saves a slice of the state next to a replicated parameter. That is correct only if all ranks have this state.
-Muon, for example, keeps the momentum of a parameter on one rank. No rank can detect this alone. So the ranks compare
-their state, optimizer by optimizer, whenever a rank's layout has changed:
+Each rank saves a slice of the optimizer state of a replicated parameter. That is correct only if all ranks have this
+state. Muon, for example, keeps the momentum of a parameter on one rank. No rank can detect this alone. So the ranks
+compare their state, optimizer by optimizer, whenever a rank's layout has changed:
 
     own (training thread)   the layout is unchanged -> nothing is sent
                             put the digests -> the first rank of the group waits for all -> one verdict for all ranks
@@ -36,7 +36,7 @@ from ckpt.errors import DeadlineError, SaveError
 from ckpt.events import log
 
 WAIT_S = 30.0  # timeout for the digests of other ranks, which reach the same step at about the same time
-AGAIN_S, AGAINS = 1.0, 3  # the same, and the number of further comparisons, after a rank did not report in time
+AGAIN_S, AGAINS = 1.0, 3  # timeout and maximum number of further comparisons after a rank did not report in time
 Ranks = tuple[int, ...]
 Item = tuple[str, str, tuple[int, ...]]  # name, dtype and shape of a tensor
 State = dict[str, frozenset[Item]]  # the tensors of each optimizer
@@ -44,12 +44,12 @@ State = dict[str, frozenset[Item]]  # the tensors of each optimizer
 
 @dataclass
 class _Group:
-    """What this rank knows of a group of ranks.
+    """The knowledge of this rank about a group of ranks.
 
     - `reported`: the state at the last comparison. `common`: the state that is divided.
     - `differing`: the optimizers whose state differs.
     - `pending`: the keys of comparisons whose verdicts were not read yet, and what this rank reported.
-    - `again`: the number of comparisons to try once more.
+    - `again`: the number of further comparisons, after a rank did not report in time.
     """
 
     reported: State | None = None

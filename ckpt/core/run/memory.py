@@ -253,7 +253,7 @@ class SnapshotMemory:
         """Return True if memory keeps one snapshot while the next one is staged. Otherwise a snapshot stays in memory
         only until a durable tier has it.
 
-        In a multi-rank job this takes three slots: while one rank is a step behind, the newest common step must remain.
+        This takes three slots in a multi-rank job: the newest common step must stay while a rank is a step behind.
         """
         arena = self._stager.arena
         if arena is None:
@@ -266,7 +266,7 @@ class SnapshotMemory:
         """Count a snapshot that was sealed in the current arena. Release older memory when there are enough newer
         finite (`sound`) snapshots.
 
-        One newer snapshot may not be enough: if another rank is a step behind and dies, the last common step is older.
+        One newer snapshot may not be enough, because the last common step is older if a rank is a step behind and dies.
         """
         self._newer += sound
         if (not self._spares and not self.inherited.arenas) or not self.superseded:
@@ -326,8 +326,8 @@ def _touch_newest(arenas: list[Arena]) -> None:
         arena.touch(slot, lambda: arena.fd >= 0)
 
 
-NONE_KEPT = ", so none is kept there: only steps that a tier has scheduled are saved"
-NO_ROOM = "Until then a step is saved only if a tier has scheduled it, and training waits for that write"
+NONE_KEPT = ", so memory keeps no snapshot: only steps that a tier has scheduled are saved"
+NO_ROOM = "Until it has more, a step is saved only if a tier has scheduled it, and training waits for that write"
 
 
 def as_digests(rows: list[messages.Digest]) -> Digests:
@@ -421,7 +421,7 @@ class NextArena:
         return making
 
     def attach(self, made: Made) -> Arena | None:
-        """Map a new arena. The caller holds the lock. Return None if a different arena was requested meanwhile. Raises
+        """Map a new arena. The caller holds the lock. Return None if a different arena was requested since. Raises
         SkippedError if the arena cannot be mapped."""
         if made is not self._making:
             return None
@@ -433,7 +433,7 @@ class NextArena:
             os.close(fds[0])
             self._writer.send(messages.UseArena(key, used=False))
             self._refused_size = self._asked
-            refusal = SkippedError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v")
+            refusal = SkippedError(f"the memory for snapshots cannot be mapped: {error}. Check `ulimit -v`")
             self._say_short(f"{refusal}. {NO_ROOM}")
             raise refusal from error
         self._refused_size = NOTHING
@@ -455,7 +455,7 @@ class NextArena:
             self._say_short(f"{arena.slots} of {self._slots} snapshots of {size} fit{so}")
 
     def _say_short(self, what: str) -> None:
-        """Log that memory is short, once until memory suffices again."""
+        """Log that memory is short, unless this was logged since memory last sufficed."""
         if not self._said_short:
             log.warning("memory is short: %s", what)
         self._said_short = True
@@ -476,7 +476,7 @@ class WriteInFlight:
     arena: Arena | None  # None if its bytes were stored without a slot
     slot: int
     tier: int
-    done: Callable[[CheckpointError | None, WriteInFlight], None]  # gets the write: a cycle would keep the arena alive
+    done: Callable[[CheckpointError | None, WriteInFlight], None]  # gets the write, so no cycle keeps the arena
     tries: int = 0
     stored: bool = False  # the bytes are in the store, so the slot can be reused
     nbytes: int = 0  # bytes of the snapshot and, on the next line, bytes stored; set when the write is done

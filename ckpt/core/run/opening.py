@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ckpt.core.run.writer_supervisor import WriterSupervisor
 
 OPEN_S = 300.0
-NUMBERS_EACH = 10_000  # data file numbers reserved for each writer of a checkpoint; the next writer uses higher ones
+NUMBERS_EACH = 10_000  # data file numbers reserved for each writer of a checkpoint; the next writer uses higher numbers
 NEXT_NONCES = 64  # number of times that other jobs may take ownership while this job opens the run or restores
 
 
@@ -53,7 +53,7 @@ NEXT_NONCES = 64  # number of times that other jobs may take ownership while thi
 class Opened:
     """The durable tiers, and the memory of earlier job attempts, as this rank sees them."""
 
-    roots: tuple[str, ...]  # the id of the run in each tier; equal ids are one shared location
+    roots: tuple[str, ...]  # the id of the run in each tier; ranks with equal ids share the location
     term: int  # the highest known term
     has_checkpoints: bool
     cadence: Json  # the measured save intervals of the last job attempt; {} if unknown
@@ -137,7 +137,7 @@ class RunOpener:
         return [nonce_of(self._world.job, turn) for turn in range(first, first + NEXT_NONCES)]
 
     def acquire(self, nonce: str, floor: int, restored: CheckpointId | None) -> list[int]:
-        """Take ownership of the tiers in which this rank comes first. Return their terms, which must be equal."""
+        """Take ownership of the tiers for which this rank is responsible. Return their terms, which must be equal."""
         mine = self._spoken_for()
         if not mine and (self.roles or self._world.rank > 0):
             return []  # other ranks take ownership of all tiers
@@ -145,8 +145,8 @@ class RunOpener:
         return self._writer.insist(lambda client: client.ask(request))  # safe to repeat with the same nonce
 
     def own(self, owner: Acquire, *, recover: bool) -> list[messages.PartsHere]:
-        """Set the owner that all ranks have agreed on. Recover the tiers in which this rank comes first, and return the
-        checkpoints of which the storage seen by this rank has only some parts."""
+        """Set the owner that all ranks have agreed on. Recover the tiers for which this rank is responsible, and return
+        the checkpoints of which they have only some manifests."""
         with self._writer.lock:
             self.owner = owner
             self._roots = self.found  # a replacement writer must find the same runs
@@ -194,7 +194,7 @@ class RunOpener:
             time.sleep(0.1)
         raise InUseError(
             f"{found.described()}, has not released it within {FREED_S:g} s, although its job is fenced. Start again "
-            f"when it has, or end it: kill -9 {found.found_pid}"
+            f"when the memory is free, or end the process: kill -9 {found.found_pid}"
         )
 
 
@@ -207,7 +207,7 @@ DYING_S = 3.0  # timeout for a killed trainer to be detected as dead
 FREED_S = 15.0  # timeout for a writer whose job is fenced to release its memory
 HELLO_S = 10.0  # timeout for the reply of an existing writer; afterwards, check whether the process is stopped
 PATIENT_S = 60.0  # timeout for a writer that is not stopped, because a low-priority process is slow on a busy machine
-RESPAWN_LIMIT = 3  # deaths of writers within RESPAWN_WINDOW_S, after which no further one starts
+RESPAWN_LIMIT = 3  # no further writer starts after more than this many deaths of writers within RESPAWN_WINDOW_S
 RESPAWN_WINDOW_S = 60.0
 TOLD = 4096  # bytes at the end of a writer's log that are searched for its last line
 
@@ -322,7 +322,7 @@ class WriterFinder:
             time.sleep(0.1)
 
     def _look(self, found: WriterClient) -> messages.LendReply:
-        """Query a writer about its trainer. If it does not reply, kill it if the tiers prove that no job trains."""
+        """Query a writer about its trainer. Kill a writer that does not reply if the tiers prove that no job trains."""
         try:
             return found.ask_patiently(messages.Lend(look=True), HELLO_S, PATIENT_S)[0]
         except DeadlineError as error:
@@ -412,7 +412,7 @@ class HeldSnapshots:
     """The snapshots in the memory of this node, as seen by one rank. An earlier job with more local ranks leaves
     writers without a trainer (left-over writers). The ranks of this job divide those writers among themselves, borrow
     their memory, and transfer it to their own writers. A former writer has the same path or URL but another key. It
-    holds another run, or this run if its folder was restored from a copy, or only the nearest tier was emptied."""
+    holds another run, or this run if the folder was restored from a copy or only the nearest tier was emptied."""
 
     def __init__(
         self,
@@ -470,7 +470,7 @@ class HeldSnapshots:
 
     def _look(self, borrowed: list[HeldElsewhere]) -> Iterator[HeldSnapshot]:
         inherited = self._memory.inherited
-        with contextlib.suppress(CheckpointError):  # it has digests of snapshots that it wrote or found after a death
+        with contextlib.suppress(CheckpointError):  # the writer has digests of snapshots that it wrote or found
             everything = self._layouts.differ_from(self._world.size)
             reply = self._writer.client.ask(messages.Lend(look=True, digest=everything))
             inherited.digests.update(as_digests(reply.digests))
@@ -576,8 +576,8 @@ class HeldSnapshots:
             return None
         except (DeadlineError, OSError) as error:  # the writer hangs, or its memory cannot be mapped
             raise DeadlineError(
-                f"{client.described()}, does not share it ({error}), and it may be the newest step: try again, or end "
-                f"it (`ps`: {channel.AT_WORK} … {key}) to do without"
+                f"{client.described()}, does not share it ({error}). It may have the newest step. Try again, or end "
+                f"that process to start without this memory (`ps`: {channel.AT_WORK} … {key})"
             ) from error
         finally:
             client.close()

@@ -64,7 +64,7 @@ class _Sampled:
 
 
 class ReplicaCheck:
-    """Compares the replicas of a run. `differing`: names of replicated tensors that differ between ranks. A change
+    """Compares the replicated tensors of a run. `differing`: names of those that differ between ranks. A change
     replaces the set, because other threads read it."""
 
     def __init__(self, run: TrainingRun) -> None:
@@ -94,7 +94,7 @@ class ReplicaCheck:
         if due and not self._run.closed:
             self._term = term
             text = (
-                "Existing snapshots in memory mix them. From the next one on, each rank saves its own; sharded "
+                "Snapshots in memory mix these values. From the next snapshot, each rank saves its own; sharded "
                 "tensors (HSDP) cannot be saved"
             )
             self._compare_soon(snapshot.checkpoint, text, snapshot)
@@ -120,7 +120,7 @@ class ReplicaCheck:
             )
 
     def _compare_soon(self, checkpoint: CheckpointId, text: str, snapshot: NewSnapshot | None = None) -> None:
-        """Start a comparison in the background. `snapshot`: it begins after this snapshot has been copied."""
+        """Start a comparison in the background. `snapshot`: wait until this snapshot has been copied."""
         with self._lock:
             sampled = self._sampled.get(checkpoint)
             self._compared = {*self._compared & self._sampled.keys(), checkpoint}
@@ -139,12 +139,12 @@ class ReplicaCheck:
             mine = {",".join(map(str, ranks)): digests for ranks, digests in found.items()}
             names = differing(mailbox, f"{checkpoint}", world.rank, world.size, mine, COMPARE_S)
         except CheckpointError as error:
-            log.warning("the replicas of step %d could not be compared: %s", step, error)
+            log.warning("could not compare the replicated tensors of step %d between ranks: %s", step, error)
             return
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             log.error(
-                "%s: replicas have different values on different ranks at step %d. %s. Find the cause of the drift",
+                "%s: the values of these replicated tensors differ between ranks at step %d. %s. Find the cause",
                 shown,
                 step,
                 text,

@@ -188,7 +188,7 @@ def _line(result: Restored, reached: int) -> str:
     step = result.step or 0
     count = reached - step
     lost = f"; training had come to step {reached}: {count_of(count, 'step')} {are(count)} lost" if count > 0 else ""
-    newer = f"; skipped {len(result.skipped)} newer ones, see above" if result.skipped else ""
+    newer = f"; skipped {count_of(len(result.skipped), 'newer checkpoint')}, see above" if result.skipped else ""
     return f"restored step {step} from {result.tier} in {duration(result.seconds)}{how}{lost}{newer}"
 
 
@@ -259,7 +259,7 @@ class KeptSteps:
         return among
 
     def number_of(self, name: str) -> int:
-        """Return the step that is called "best", as the run logs have it. Rank 0 decides."""
+        """Return the step with the best score according to the run logs. Rank 0 decides."""
         if name != BEST:
             raise InvalidArgumentError(
                 f'step={name!r}: it must be the number of a step, "best", or None for the newest'
@@ -375,7 +375,7 @@ class KeptSteps:
         if steps and self._best is not None and self._pinned is not None:
             notes = ", ".join(f"step {step} ({self._pinned[step].removeprefix(THE_BEST)})" for step in steps)
             log.warning(
-                "the best by another score than %s, %s, stays too; unpin() releases it", self._best.monitor, notes
+                "the best by another score than %s, %s, stays too. unpin() releases it", self._best.monitor, notes
             )
 
     def _tell(self) -> None:

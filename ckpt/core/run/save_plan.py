@@ -35,8 +35,8 @@ from ckpt.store import folder_of
 from ckpt.subscribers import publish
 from ckpt.tiers import Memory, Tier
 
-REMEMBERED = 1024  # number of decided steps to remember, many more than one rank is ahead of another
-AHEAD, AHEAD_S = 10, 10.0  # distance of a change from rank 0's step; 1 step for a single rank
+REMEMBERED = 1024  # number of decided steps to remember, many more than a rank can be ahead of another
+AHEAD, AHEAD_S = 10, 10.0  # steps plus seconds from rank 0's step to a change; with a single rank, 1 step
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ transition. `_lock` only guards the list of saves that `wait` waits for.
 
 A snapshot is **dropped** if code other than an optimizer modified the state during the copy, and **skipped** if no slot
 was free. A single rank then saves the next step to the same tiers (`owed`). With several ranks, the other ranks would
-not save that next step. So this rank retracts its part, and the checkpoint fails on all ranks with an error.
+not save that next step. So this rank retracts its files, and the checkpoint fails on all ranks with an error.
 
 Interruptions and faults:
 
@@ -78,10 +78,10 @@ from ckpt.units import decimal, duration
 
 REMEMBERED = 64  # number of sent checkpoint ids to remember, more than can be under way
 ANSWERS = 8  # number of ordered saves to remember
-SURELY_NEWER = 2  # number of newer snapshots before older memory is released: another rank may be a step behind
+SURELY_NEWER = 2  # number of newer snapshots before older memory is released, because another rank may be a step behind
 QUEUED_S = 30.0  # timeout for the staging thread to begin a queued job
 MEASURED = 256 << 20  # bytes of a direct write after which its duration is estimated
-ASK_S, PAUSE_S, WARN_S = 0.02, 0.002, 5.0  # pauses of two polls for new memory; delay of the warning
+ASK_S, PAUSE_S, WARN_S = 0.02, 0.002, 5.0  # pauses between polls for new memory; delay of the warning about this wait
 LEAST_S = 1.0  # minimum timeout of a copy
 TOO_LATE = "received new save intervals too late"
 NO_TIME = "it could not be copied in time"
@@ -95,7 +95,7 @@ class Saver:
     - `finite`: at the end of the run, the newest finite snapshot if `newest` is not finite.
     - `pinned`: the slot that was restored from, until a newer snapshot supersedes it.
     - `sent`: checkpoint ids sent to the writer. `committed`: the newest step that this job attempt committed in a tier.
-    - `owed`: by tier, the scheduled save that was not staged, with its error, or None if the error need not be raised.
+    - `owed`: by tier, the scheduled save that was not staged, with its error, or None if its error need not be raised.
     - `answers`: the last ordered saves. The condition `answered` is notified of each new one.
     """
 
@@ -216,7 +216,7 @@ class Saver:
         deadline = time.monotonic() + patience_s
         if explicit and tiers:
             self._plan.saved_everywhere(step)
-        save._raised = ordered and not self._is_scheduled(step)  # best effort: an error need not be raised
+        save._raised = ordered and not self._is_scheduled(step)  # best effort, so its error need not be raised
         try:
             captured, values = self._read(checkpoint, patience_s, durable=bool(tiers))
             sizes = captured.layout.arrangement.data_size, len(values)
@@ -454,7 +454,7 @@ class Saver:
         return None if newest is None else newest.checkpoint.step
 
     def sealed(self) -> list[tuple[str, bool]]:
-        """Return the ids of snapshots in the present history that can be written now. False marks non-finite ones.
+        """Return the ids of snapshots in the present history that can be written now, each with False if not finite.
 
         All are in memory, except that the last one may have been written directly.
         """
@@ -635,7 +635,7 @@ class Saver:
         save._set_failed(error)
 
     def _retract(self, checkpoint: CheckpointId, tiers: Sequence[int], why: CheckpointError) -> None:
-        """Fail the checkpoint of this id, because other ranks wait for this rank's part."""
+        """Fail the checkpoint of this id, because other ranks wait for this rank's files."""
         if tiers and self._run.world.size > 1:
             self._run.supervisor.writes.retract(checkpoint, f"rank {self._run.world.rank}: {why}")
 

@@ -270,7 +270,7 @@ class TrainingRun:
     """The run that a Checkpointer has open.
 
     - `step`: the last step passed to step(). `stepped`: step() was called since the last restore, by `thread`.
-    - `finite`: the argument of the last step().
+    - `finite`: the argument `finite` of the last step().
     - `within`: the step that step() or save() is handling, or was handling when it was interrupted.
     - `exchanged`: the weights are temporarily replaced by others, see `not_training`.
     - `restored`: the state was restored. `torn`: a restore failed halfway.

@@ -51,7 +51,7 @@ from ckpt.units import decimal
 
 JOIN_S = 1.0
 
-HUNG_UP = "the trainer left before that was done, but its writer continues"
+HUNG_UP = "the trainer left before the request was done, but its writer continues"
 
 
 def start_thread(work: Callable[[], None], name: str) -> None:
@@ -210,7 +210,7 @@ class WriterClient:
         except TimeoutError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise DeadlineError(f"the writer did not respond {type(request).__name__} within {timeout_s:g} s") from None
+            raise DeadlineError(f"no reply to {type(request).__name__} by the writer within {timeout_s:g} s") from None
 
     def greet(self, timeout_s: float, patient_s: float) -> tuple[LendReply, list[int]]:
         """Become the trainer of this writer unless its own trainer lives. Return its memory. See `ask_patiently`."""
@@ -235,7 +235,7 @@ class WriterClient:
                     raise
                 waited = time.monotonic() - began
                 if waited > patient_s or not self._wake():
-                    raise DeadlineError(f"no answer within {waited:.0f} s") from None
+                    raise DeadlineError(f"no reply within {waited:.0f} s") from None
 
     def _foreign(self, error: CheckpointError) -> ProtocolError:
         """Return the error for a writer of another version, with the remedy."""
@@ -247,9 +247,9 @@ class WriterClient:
         pid = self._found.pid
         return ProtocolError(
             f"process {pid} holds memory of this run on this machine, perhaps its newest step, and is a writer of "
-            f"another version than everystep {ckpt.__version__}, protocol {PROTOCOL}: {error}. It is left alone. Start "
-            "with its version to go on from its memory; or wait until it has left, before which it writes that to the "
-            f"first tier, if there is one; or, to do without what it holds, end it: kill -9 {pid}"
+            f"another version than everystep {ckpt.__version__}, protocol {PROTOCOL}: {error}. To continue from its "
+            "memory, start with its version. Or wait until the process ends; before that, it writes its memory to the "
+            f"first tier, if there is one. To start without its memory, kill -9 {pid}"
         )
 
     @property

@@ -138,7 +138,7 @@ class WriterSupervisor:
         raise AssertionError
 
     def tell(self, request: Request[Any], fds: tuple[int, ...] = (), *, later: Request[Any] | None = None) -> None:
-        """Send a request to this writer, and the last request of this type, or `later`, to the next writers."""
+        """Send a request to this writer. Later writers get the last request of this type, or `later` if it is given."""
         with self.lock:
             self._standing[type(request)] = later or request, fds
             self.send(request, fds)
@@ -181,7 +181,7 @@ class WriterSupervisor:
     def _on_lost(self) -> None:
         """Replace the dead writer. The trainer maps the memory too, so it passes the memory to the next writer.
 
-        The next writer starts without the lock, so that staging continues. `Writes` keeps the pending writes meanwhile.
+        The next writer starts without the lock, so that staging continues. `Writes` keeps pending writes until then.
         """
         with self.lock:
             if self.closing or self.failure is not None:

@@ -276,7 +276,7 @@ class Packs:
             return found
 
     def give_back(self, packs: Iterable[Pack]) -> None:
-        """Return packs to the pool. No device may use them any more."""
+        """Return packs to the pool. No device may still use them."""
         with self._lock:
             for pack in packs:
                 for key, numbers in self._numbers.items():

@@ -36,7 +36,7 @@ from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes, version_of
 from ckpt.errors import SaveError
 
 LARGE = 1 << 20  # bytes; from this size, one memcpy without the GIL is faster than a batched copy
-PAUSE = 64  # fills without a digest after a tensor has changed without its version counter
+PAUSE = 64  # number of fills without a digest after a tensor has changed and its version counter has not
 
 Pair = tuple[Tensor, Tensor, int]  # target, source, and number of the tensor in the layout
 

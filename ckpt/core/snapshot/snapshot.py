@@ -6,7 +6,7 @@ On an accelerator, events on streams track the progress. No code in this module 
 
 A snapshot is consistent if only optimizers wrote to its tensors during the copy. This is checked after all copies,
 before the slot is sealed, in three ways: by torch's version counters, which count a write when it has ended, by sampled
-    elements of the tensors, and by the same elements of the copies (`ckpt.core.state.fingerprint`).
+elements of the tensors, and by the same elements of the copies (`ckpt.core.state.fingerprint`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckpt.errors import CheckpointError, SaveError
 from ckpt.events import log
 from ckpt.saving import Save
 
-LITTLE = 1 << 20  # bytes of host memory that step() clones itself, because waking another thread would take longer
+LITTLE = 1 << 20  # step() itself clones up to this many host bytes, because waking another thread would take longer
 MOST = 64 << 20  # maximum bytes that are cloned on devices
 
 _VERSION = attrgetter("_version")
@@ -87,12 +87,12 @@ class NewSnapshot(Snapshot):
         self.writes = dict.fromkeys(tiers, WriteState.QUEUED)
         self.captured, self.values, self.finite = captured, values, finite
         self.required, self.busy, self.deadline = required, busy, deadline
-        self.beside: Callable[[], None] | None = None  # also called while the guarded tensors do not change
+        self.beside: Callable[[], None] | None = None  # also called during the copy, while no optimizer steps
         self.sources: Sequence[Tensor] = captured.tensors
         self.replicas: Sequence[Fingerprint] = [places.look(checkpoint.step) for _, places in captured.replicas]
         self.overlapped = list(compress(captured.counters, captured.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
-        self.fingerprints: list[Fingerprint] = [spots.look() for spots in captured.spots]  # tensors to copy later
+        self.fingerprints: list[Fingerprint] = [spots.look() for spots in captured.spots]  # of tensors to copy later
         self.streams: PerDevice = (
             compute_streams(captured.tensors) if captured.layout.accelerated else {}
         )  # streams of the caller

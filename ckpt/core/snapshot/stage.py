@@ -85,7 +85,7 @@ class Stager:
         self._waiter = Waiter()
         self._packs = Packs()
         self._toucher = SlotToucher()
-        self._flying: deque[NewSnapshot] = deque()  # copies still run on a device; for the staging thread only
+        self._flying: deque[NewSnapshot] = deque()  # snapshots that a device still copies; for the staging thread only
         self._order = 0
         self._stopped = False
         self._worker = Worker(self._leave)
@@ -279,7 +279,7 @@ class Stager:
                 self.slots.end_adding()
 
     def _add_slot(self, arena: Arena) -> None:
-        """Add a slot, which is kept. If it does not fit, none is added to this arena from now on."""
+        """Add a slot permanently. If it does not fit into memory, no slot is added to this arena from now on."""
         try:
             arena.add_slot()
             arena.touch(arena.slots - 1, lambda: arena.fd >= 0)
@@ -314,7 +314,7 @@ def _lock(arena: Arena) -> None:
         if arena.mutex.is_orphaned():
             raise CorruptError("the header of the shared memory is damaged: it can no longer be locked")
         if time.monotonic() > end:
-            raise WriterError("the memory of the last run is still locked by another process")
+            raise WriterError("the memory of the last job attempt is still locked by another process")
         time.sleep(0.001)
 
 
@@ -324,7 +324,7 @@ class Slots:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._pinned: dict[tuple[bytes, int], int] = {}
-        self.keep = LEAST_SLOTS  # number of slots that staging needs besides those that a tier reads
+        self.keep = LEAST_SLOTS  # number of slots that staging needs, not counting slots that a tier reads
         self.adding = False  # True while a slot is being added
         self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
 
@@ -364,9 +364,9 @@ class Slots:
             return [slot for slot in range(arena.ready) if self._pinned.get((arena.id, slot), 0) <= 0]
 
     def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
-        """Return an empty slot, or the oldest. Never return a pinned slot, one that a device copies into (`flying`),
-        the newest snapshot, or the newest finite one. Return None if no slot is free. While a slot is being added, the
-        newest `keep - 1` snapshots stay, because the other ranks may be a step behind."""
+        """Return an empty slot, or that of the oldest snapshot. Never return a pinned slot, one that a device copies
+        into (`flying`), the newest snapshot, or the newest finite one. Return None if no slot is free. While a slot is
+        being added, the newest `keep - 1` snapshots stay, because the other ranks may be a step behind."""
         with self._changed:
             if self._holds > 0:
                 return None
@@ -508,7 +508,7 @@ class UpdateGate:
         self.writer_pid = 0
         self.snapshot: NewSnapshot | None = None  # the newest snapshot; None once an optimizer has stepped since
         self._unchecked: list[NewSnapshot] = []  # older snapshots that are not sealed yet
-        self._copying: NewSnapshot | None = None  # a device still reads its sources, so streams of updates wait for it
+        self._copying: NewSnapshot | None = None  # a snapshot still copied by a device; streams of updates wait for it
         self._shut: tuple[threading.Event, ...] = ()  # optimizers wait while any of these events is unset
         self._shutting = threading.RLock()  # a signal handler may interrupt the thread that holds it
 

@@ -63,9 +63,9 @@ MOST_GUARDS = 16  # maximum cached guard lists, enough for the usual alternation
 SINGLE = Seat()
 
 SampledReplicas = tuple[list[Holding], SampledPlaces]
-"""Elements to compare of tensors that several ranks have. The places have the indices of the holdings."""
+"""Tensors that several ranks have, and the elements to compare, by index of the tensor."""
 CommonGroups = dict[tuple[int, ...], dict[str, list[Holding]]]
-"""State next to replicated parameters, by the ranks that are to divide it and by optimizer. A group may be empty."""
+"""Optimizer state of replicated parameters, by the ranks that divide it and by optimizer. A group may be empty."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class Capture:
             self.forget()
 
     def find_own_again(self) -> None:
-        """Find out again, at the next reading, which optimizer state is this rank's own."""
+        """Make the next reading determine again which optimizer state is this rank's own."""
         self._agreed = False
 
     def forget(self) -> None:
@@ -290,8 +290,7 @@ class Capture:
     # -- restoring --
 
     def place(self, saved: SavedState, *, strict: bool = True) -> Placement:
-        """Match the tensors of a saved state with the live ones, without changes. `problems` of the result has
-        mismatches.
+        """Match the saved tensors with the live ones, and change nothing. The result lists mismatches in `problems`.
 
         If the class of an object in the state has a method `match_structure`, that method may first change the
         structure of the other entries. It gets each saved entry by its path.
@@ -378,8 +377,8 @@ class Structure:
         memory, aliases = _owners_of_memory(entries)
         self._memory = {k: memory[k] for e in fixed if (k := memory_of(local(e.tensor))) in memory}
         self._signature = self._sign(loose)
-        # If a parameter differs between ranks, its optimizer state is saved apart too, and vice versa, because at the
-        # next step, one makes the other differ.
+        # If a parameter differs between ranks, its optimizer state is saved separately too, and vice versa, because at
+        # the next step, one makes the other differ.
         params = {e.name: memory[key] for e in fixed if e.of is not None and (key := _memory_of(e.of)) in memory}
         differing = {params.get(name, name) for name in apart}
         self._apart = apart | own | {one for pair in params.items() if pair[1] in differing for one in pair}

@@ -226,7 +226,7 @@ def _ranges(starts: I64, numbers: I64) -> I64:
 
 
 def _crowded(views: Sequence[Tensor]) -> npt.NDArray[np.bool_]:
-    """Return which views share memory with another, because one must not be written while the other is verified."""
+    """Return a mask of the views that share memory, because one must not be written while another is verified."""
     starts = np.fromiter(map(Tensor.data_ptr, views), np.int64, len(views))
     ends = starts + np.fromiter(map(_reach, views), np.int64, len(views))
     there = np.flatnonzero(ends > starts)

@@ -61,7 +61,7 @@ from ckpt.errors import CorruptError, StateError
 
 @dataclass
 class Contents:
-    """The current contents of a node. `fixed` is the same object as in the last reading if none of it changed."""
+    """The current contents of a node. `fixed` is the same object as in the last reading if no entry has changed."""
 
     fixed: list[StateEntry]
     loose: list[StateEntry] = field(default_factory=list)  # tensors that each reading creates
@@ -154,7 +154,7 @@ _TOGETHER = 256  # tensors checked together, so that their torch objects stay in
 
 
 class Places:
-    """The values of dicts under some keys, and sizes. Checked at every step, so without Python code for each key."""
+    """Known values of dicts, and known sizes. Every step compares them, so no Python code runs for each key."""
 
     def __init__(self, places: Sequence[tuple[Any, Any, object]] = (), sizes: Sequence[Any] = ()) -> None:
         self._asks = [owner.get if isinstance(owner, dict) else partial(_get, owner) for owner, _, _ in places]
@@ -223,7 +223,7 @@ class _Some:
 def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
     """Return the distinct storages that can shrink without a new address. All other changes show in the addresses.
 
-    A storage of a single number is omitted because it cannot shrink. A quarter of an AdamW state are such storages.
+    A storage of a single number is omitted because it cannot shrink. In an AdamW state, this is a quarter of them.
     """
     found = dict[int, torch.UntypedStorage]()
     for one in tensors:

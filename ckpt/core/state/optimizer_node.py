@@ -104,7 +104,7 @@ class OptimizerNode(StateNode):
         self._with_dicts: list[bool] = []  # for each key, True if it is a parameter that has a dict
         self._groups: list[list[Tensor]] = []
         self._there, self._memories = Places(), Memories()
-        self._others: list[tuple[str, dict[str, Any], Any]] = []  # values that are not tensors or have other keys
+        self._others: list[tuple[str, dict[str, Any], Any]] = []  # values without an own entry, see `_is_entry`
         self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters named by their position
         self._called: dict[int, str] = {}  # names of the parameters in the state, by id
@@ -219,7 +219,7 @@ class OptimizerNode(StateNode):
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         facts = {"params": params, "with_state": with_state}
-        # Names of plain shards next to a DTensor, see _alike().
+        # Names of plain state tensors that are shards of a DTensor parameter, see _alike().
         plain = [one.name for one in fixed if is_dtensor(one.alike) and not is_dtensor(one.owner.tensor)]
         facts |= {PLAIN: plain} if plain else {}
         kinds = {show(path): kind for path, one, param in not_plain if (kind := _kind_of(one, param, path))}
@@ -411,7 +411,7 @@ class OptimizerNode(StateNode):
         return found
 
     def _differing(self, rows: Collection[Row], placement: Placement) -> set[Row]:
-        """If the number of ranks changed, record a problem for each value that ranks saved differently. Return them."""
+        """If the number of ranks changed, record a problem for each row that ranks saved differently. Return those."""
         if not rows or not placement.resized:
             return set()
         ranks_by_value: dict[Row, dict[str, list[int]]] = {}
@@ -499,11 +499,11 @@ class OptimizerNode(StateNode):
         shares: set[str],
         kind: dict[str, Json] | None,
     ) -> Tensor | None:
-        """Return the live tensor if it fits, else a new one on the device that torch would choose. Return None, and
-        record a problem, if the tensor cannot be restored.
+        """Return the tensor to fill: the live one if it fits, else a new one on the device that torch would choose.
+        Return None, and record a problem, if the saved tensor cannot be restored.
 
-        `form`: form of the saved wrapper, None for a plain tensor. `plain`: True if it was saved as a plain shard next
-        to a DTensor. `shares`: keys of such shards here. `kind`: the saved kind, None for a plain tensor.
+        `form`: form of the saved wrapper, None for a plain tensor. `plain`: True if the saved tensor is a plain shard
+        of a DTensor parameter. `shares`: keys of plain shards here. `kind`: the saved kind, None for a plain tensor.
         """
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
         if kind is not None and isinstance(live, Tensor) and not _is_of_kind(live, kind, param):
@@ -535,7 +535,7 @@ class OptimizerNode(StateNode):
         return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=like)
 
     def _lay_otherwise(self, full: str, param: Tensor, placement: Placement) -> bool:
-        """Return True if a tensor was saved in another memory layout than its parameter, whose layout is unchanged."""
+        """Return True if a tensor was saved in another memory layout than its parameter, which has kept its layout."""
         held = placement.names.get(id(param))
         own = placement.saved_order(self.own_name(param) if held is None else held.name)
         return own == (order_of(local(param)) or []) and placement.saved_order(full) not in (own, None)
@@ -654,7 +654,7 @@ def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
 
 
 def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas | Tensor | None:
-    """Return the result of `_beside`. A plain tensor next to a DTensor is its shard only if `share` is true."""
+    """Return the result of `_beside`. A plain tensor of a DTensor parameter is a shard only if `share` is true."""
     beside = _beside(param, names)
     if not is_dtensor(beside) or share or is_dtensor(value) or is_wrapped(value):
         return beside

@@ -88,8 +88,8 @@ class Placement:
     whole: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     overridden: list[str] = field(default_factory=list)  # settings of the script that are overridden
-    cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the live dtype, by name
-    apart: set[str] = field(default_factory=set)  # names of live replicas that each rank saved separately
+    cast: dict[str, str] = field(default_factory=dict)  # dtypes to which strict=False casts, by tensor name
+    apart: set[str] = field(default_factory=set)  # names of live replicated tensors that each rank saved separately
     finishers: list[Callable[[], object]] = field(default_factory=list)
     last: list[Callable[[], object]] = field(default_factory=list)  # run after all finishers, which draw random numbers
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of saved wrapper tensors
@@ -183,7 +183,7 @@ class Placement:
         """Return the shape of the whole tensor, and its dtype."""
         here = self._pieces(entry)
         alike: Any = entry.alike
-        of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # the share may be empty
+        of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # this rank's shard may be empty
         whole = tuple(alike.shape if of_more else entry.tensor.shape)
         shape = here[0].holding.full if here else whole
         return shape, DTYPE_NAME.get(entry.tensor.dtype)
@@ -232,7 +232,7 @@ class Placement:
             return self.key(name, instance, lenient=not entry.guarded)
         key = self.key(name, None, lenient=not entry.guarded)
         if key is not None and key[1] != GLOBAL and not self.saved.identical(key[0]):
-            self.apart.add(entry.name)  # these replicas differed, so each rank restores its own values
+            self.apart.add(entry.name)  # the ranks' copies differed, so each rank restores its own values
         return key
 
     def filled(self, name: str, entry: StateEntry) -> None:
@@ -258,7 +258,7 @@ class Placement:
     def key_to_create(
         self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False, plain: bool = False
     ) -> Key | None:
-        """Return the saved tensor for a tensor to create, by the rules for a live tensor in its position.
+        """Return the saved tensor from which to create a tensor, by the rules for a live tensor of this name.
 
         Return None, and record a problem, if the name is ambiguous. `guarded`: as in `StateEntry`. `plain`: as in
         `create`.
@@ -276,7 +276,7 @@ class Placement:
         return self._to_create[asked][1]
 
     def _becomes(self, name: str, spec: TensorSpec, beside: Replicas | Tensor | None, plain: bool) -> Tensor | None:
-        """Return the model for state next to a DTensor: the DTensor, or its shard if `plain`, or None."""
+        """Return the model for new state of a DTensor parameter: the DTensor, its shard if `plain`, or None."""
         if not isinstance(beside, Tensor) or not is_dtensor(beside):
             return None
         if tuple(beside.shape) != spec.shape or name.endswith(".step"):
@@ -351,7 +351,7 @@ class Placement:
         finally:
             self._reader = None
 
-        made: dict[int, Tensor] = {}  # by saved tensor: one Parameter for all references to it
+        made: dict[int, Tensor] = {}  # one Parameter for each saved tensor, for all references to it
 
         def extern(reference: Json) -> object:
             if objects is not None and reference["$"] in OBJECT_TAGS:
@@ -481,7 +481,7 @@ class Placement:
         found: Tensor = type(beside).from_local(
             made, beside.device_mesh, beside.placements, run_check=False, shape=beside.shape, stride=beside.stride()
         )
-        found._local_tensor = made  # type: ignore[attr-defined]  # not every class supports the view of it that is there
+        found._local_tensor = made  # type: ignore[attr-defined]  # not a view of `made`, as not every class supports it
         return found
 
     def _check(self, reference: Json) -> object:

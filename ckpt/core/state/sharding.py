@@ -1,7 +1,7 @@
 """Describes the tensors of a state on this rank: how ranks share them, and how they are named.
 
-`pieces` returns this rank's pieces of an entry: shards of a DTensor, a replica, boxes that the user has described, or a
-tensor of this rank alone. All facts come from the tensors and their meshes, without communication.
+`pieces` returns this rank's pieces of an entry: shards of a DTensor, a copy of a replicated tensor, boxes that the user
+has described, or a tensor of this rank alone. All facts come from the tensors and their meshes, without communication.
 `ckpt.core.format.saved_state` decides whose plain values a rank restores.
 
 `named_modules` gives the names of modules and parameters without the wrappers of torch around them. `Names` has the
@@ -175,8 +175,8 @@ def _ranks(mesh: Any) -> tuple[int, ...]:
 
 
 class _Cutting(NamedTuple):
-    """How a placement shards. `dim`: None if it does not. A placement alone is not a cache key, because torch considers
-    a strided shard equal to a plain one."""
+    """How a placement shards. `dim`: the sharded dimension, None if there is none. A placement alone is not a cache
+    key, because torch considers a strided shard equal to a plain one."""
 
     dim: int | None
     split_factor: int
@@ -435,7 +435,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def unsupported(value: nn.Module | torch.optim.Optimizer) -> str | None:
-    """Return the alternative to a class whose sharding cannot be read. Return None for all other classes."""
+    """Return advice against a class whose sharding cannot be read. Return None for all other classes."""
     fsdp, optim = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.optim")
     flat = getattr(fsdp, "FullyShardedDataParallel", None)
     zero = getattr(optim, "ZeroRedundancyOptimizer", None)

@@ -1,7 +1,7 @@
 """Describes tensors: dtype names, which tensors can be saved, which share memory, and how to create one again.
 
 The module also encodes other special values: numpy arrays, constants of torch, members of enums and named tuples. It
-    never imports a class named in a file. An adapter encodes and restores objects of other classes.
+never imports a class named in a file. An adapter encodes and restores objects of other classes.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def device_in_use() -> bool:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as a one-dimensional tensor of bytes."""
-    # An empty tensor, or one of a single element, is contiguous with any stride; only stride 1 can be viewed.
+    # A tensor of at most one element is contiguous with any stride, but `view` needs stride 1.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -205,7 +205,7 @@ def from_array(array: npt.NDArray[Any], path: Path) -> tuple[Tensor, Json]:
         )
     if not is_plain_dtype(array.dtype):
         raise StateError(
-            f"{show(path)}: a numpy array of dtype {array.dtype} cannot be saved safely: save a view of it"
+            f"{show(path)}: a numpy array of dtype {array.dtype} cannot be saved safely: save a view() as a numpy dtype"
         )
     reference = {"$": "ndarray", "dtype": array.dtype.str, "shape": list(array.shape)}
     plain = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

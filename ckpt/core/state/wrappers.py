@@ -138,7 +138,7 @@ def dims_of(data: Any) -> tuple[int, ...]:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Return True if this rank's part of a tensor is a wrapper. A DTensor alone is not one."""
+    """Return True if this rank's part of a tensor is a wrapper. A DTensor alone is not a wrapper."""
     if type(tensor) in PLAIN or type(shard := local(tensor)) in PLAIN:
         return False
     return _adapter_of(type(shard)) is not None and not (is_dtensor(shard) or shard.is_nested)
@@ -168,7 +168,7 @@ def take_apart(entry: StateEntry) -> tuple[list[StateEntry], WrapperForm | None]
     alike = entry.alike if isinstance(entry.alike, Replicas) else None  # None: they belong to this rank alone
     if is_dtensor(beside := entry.alike if not is_dtensor(entry.tensor) else entry.tensor):
         form = replace(form, share=share_of(beside))
-    # Tensors with the wrapper's elements in the same layout are sharded like it. Codes and scales are not.
+    # Inner tensors with the layout of the whole wrapper are sharded like the wrapper. Codes and scales are not.
     if is_dtensor(entry.tensor) and all(_layout(one) == _layout(local(entry.tensor)) for _, one, _ in found):
         alike, form = entry.tensor, replace(form, share=None)  # type: ignore[assignment]
     parts = [StateEntry(n, t, entry.guarded, alike, entry.of, entry, around) for n, t, around in found]
@@ -176,7 +176,7 @@ def take_apart(entry: StateEntry) -> tuple[list[StateEntry], WrapperForm | None]
 
 
 def take_all_apart(entries: Sequence[StateEntry]) -> tuple[list[StateEntry], list[WrapperForm]]:
-    """Take many entries apart."""
+    """Call `take_apart` for each entry. Return all entries to save, and all forms."""
     found = [take_apart(entry) for entry in entries]
     return [one for parts, _ in found for one in parts], [form for _, form in found if form is not None]
 
@@ -274,7 +274,7 @@ def cut_otherwise(saved: WrapperForm) -> str:
 
 
 def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
-    """Build a wrapper around these (empty) tensors. Raise MismatchError if its class is missing or builds another."""
+    """Build a wrapper around these (empty) tensors. Raise MismatchError if that fails or its class is missing."""
     kind = loaded_class(*form.kind)
     adapter = _adapter_of(kind) if kind is not None and issubclass(kind, Tensor) else None
     if kind is None or adapter is None:

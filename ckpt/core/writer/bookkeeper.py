@@ -43,7 +43,7 @@ from ckpt.events import log
 from ckpt.store import LEASE
 
 LOOK_S = 0.5  # interval between two reads of the heartbeat
-ROW_S = 10.0  # seconds of training in one row, after the first rows, which have one step each
+ROW_S = 10.0  # a row covers this many seconds of training; the first `FINE_ROWS` rows cover one step each
 PATIENCE_S = 5.0  # timeout to store the metrics when the writer ends
 DECIDE_S, DECIDE_MOST_S = 2.0, 300.0  # shortest and longest pause between two checks of the cost of saves
 
@@ -172,7 +172,7 @@ class Bookkeeper:
     @harmless
     def begin(self, request: Introduce, books: Books, heartbeat: int, pid: int) -> None:
         """Begin the account of a trainer that has opened the run. `heartbeat`: the descriptor of its heartbeat."""
-        self.ended("died")  # the previous trainer, if its end was not reported
+        self.ended("died")  # ends the previous account, if the trainer's end was not reported
         self.stop()
         self._previous = self.account
         wall, mono = time.time(), time.monotonic()
@@ -392,7 +392,7 @@ class Bookkeeper:
     # -- storing --
 
     def keep(self, *, now: bool = False) -> None:
-        """Store the account and the lease if it is time. With `now`, store them once a put under way has ended."""
+        """Store account and lease if their intervals have passed. With `now`, store them after any put under way."""
         account, held = self.account, self._lease
         if account is None or held is None or self._taking_up:
             return

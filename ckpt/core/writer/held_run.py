@@ -110,8 +110,8 @@ def check_version(greeting: Lend) -> None:
     """Raise ProtocolError for a trainer of another version, before anything changes."""
     if greeting.protocol != PROTOCOL:
         raise ProtocolError(
-            f"this writer is of everystep {VERSION}, protocol {PROTOCOL}, and keeps its memory for that: everystep "
-            f"{greeting.library} speaks protocol {greeting.protocol}"
+            f"this writer has everystep {VERSION}, protocol {PROTOCOL}, and keeps its memory for this protocol. "
+            f"This trainer has everystep {greeting.library}, protocol {greeting.protocol}"
         )
 
 
@@ -176,7 +176,7 @@ class PresentTrainer:
 
     @property
     def writing_on(self) -> list[Process]:
-        """Trainers that were detected as dead, but whose devices may write to the arenas until their processes end."""
+        """Return the dead trainers whose devices may write to arenas until their processes end."""
         found = [*self._earlier, *([] if self.left else [self.process])]
         return [one for one in dict.fromkeys(found) if one.alive]
 
@@ -247,7 +247,7 @@ class PresentTrainer:
 
 class HeldRun:
     """The run that this writer has open. `tiers`: nearest first. Three values come from the trainer's `OpenRun`.
-    `linger_s`: time to keep memory for the next trainer. `commit_s`: timeout for the parts of other ranks.
+    `linger_s`: time to keep memory for the next trainer. `commit_s`: timeout for the files of other ranks.
     `first_number`: first number of a data file."""
 
     def __init__(self, trainer: PresentTrainer) -> None:
@@ -263,7 +263,7 @@ class HeldRun:
     # -- the owner of the run --
 
     def mine(self) -> Acquire:
-        """Return the owner as which this writer acts. Raises UsageError before the run was opened."""
+        """Return the owner on whose behalf this writer acts. Raises UsageError before the run was opened."""
         if self.owner is None:
             raise UsageError("the run has not been opened")
         return self.owner
@@ -307,12 +307,12 @@ class HeldRun:
     # -- its tiers --
 
     def near(self, tier: OpenTier) -> OpenTier | None:
-        """Return the nearest tier if it is local and not `tier` itself, because `tier` is then filled from it."""
+        """Return the tier from which `tier` is filled: the nearest one if it is local and another tier, else None."""
         nearest = self.tiers[0] if self.tiers else None
         return nearest if nearest is not None and nearest is not tier and not nearest.store.remote else None
 
     def spoken_for(self) -> list[OpenTier]:
-        """Return the tiers in which this rank comes first."""
+        """Return the tiers for which this rank is responsible, because it is the first of their ranks."""
         return [tier for tier in self.tiers if tier.role.place == 0]
 
     @handles(KeepSteps)

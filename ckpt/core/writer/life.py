@@ -27,7 +27,7 @@ Faults:
 - Two trainers come at the same time: one event loop serves them in turn. The first inherits, and the second is refused
   because the first one lives. If both start a writer, the kernel gives the socket name to only one of the writers.
 - A trainer is stopped (SIGSTOP) and resumes later: it lives, so no trainer inherits from it. If another job has fenced
-  it meanwhile, its next call raises FencedError, and its copies into released slots are never read.
+it in the meantime, its next call raises FencedError, and its copies into released slots are never read.
 - This process is stopped: it keeps its name and its memory. A start resumes it, or fails with an error that names this
   process and the size of its memory. It is killed only if a takeover or the ledger proves that no trainer needs it.
 - A process id is reused: processes are compared by id and start time, and a pidfd is used to wait for them.
@@ -137,7 +137,7 @@ class Server:
             sock, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # for example, out of descriptors; clients wait meanwhile
+        except OSError:  # for example, out of descriptors; clients wait until the retry
             self._background.loop.remove_reader(listener)
             self._background.loop.call_later(AGAIN_S, self._listen)
             return
@@ -202,7 +202,7 @@ def call_myself(name: str) -> None:
 
 OWNER_S = 10.0  # pause between two checks of the owner of the run
 RETRY_S = 5.0  # pause between two attempts to make memory durable
-RETRY_FOR_S = 3600.0  # time after which to give up on a tier that fails
+RETRY_FOR_S = 3600.0  # time after which the writer stops writing to a tier that fails
 SHORT = 0.05  # if a smaller share of memory is available, release snapshots that every tier has
 POLL_S = 0.2  # pause between two checks for a new trainer
 
@@ -480,8 +480,8 @@ class Life:
                 await self._check_owner()
 
     async def _check_owner(self, *, everywhere: bool = False) -> None:
-        """Read the log, and release everything if another job owns the run. A rank checks only the tiers in which it
-        comes first, so that a bucket does not get one request from each rank."""
+        """Read the log, and release everything if another job owns the run. A rank checks only the tiers for which it
+        is responsible, so that a bucket does not get a request from each rank."""
         if self.state is State.SERVING and (self._owned_for != self.trainer.adoptions or self.run.taking.locked()):
             return  # the newest owner in the log may be our own trainer
         try:

@@ -44,7 +44,7 @@ def room_for(slots: int, slot_size: int, least: int, ranks: int = 1) -> int:
         fits = "does" if least == 1 else "do"
         raise SkippedError(
             f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {FREE_SHARE:.0%} of the {free / 2**20:.0f} "
-            "MiB of memory that are free: give the job more"
+            "MiB of memory that are free: give the job more memory"
         )
     return found
 
@@ -66,7 +66,7 @@ def make_arena(
             return Arena.create(
                 slots, slot_size, most=max(most, slots) if slots == wanted else slots, ready=1, node=node
             )
-        except (MemoryError, OSError) as error:  # others were faster, or memory locking is limited
+        except (MemoryError, OSError) as error:  # other processes took the memory, or memory locking is limited
             if slots == least:
                 raise SkippedError(f"no room in memory for {count_of(slots, 'snapshot')}: {error}") from error
             slots -= 1
@@ -147,7 +147,7 @@ class HeldMemory:
         return [(str(key[0]), key[1], found.hex(), key in self.late) for key, found in list(self.digests.items())]
 
     def know_digests(self, checkpoint: CheckpointId, rank: int, digests: bytes) -> None:
-        """Keep the digests of a written snapshot. Raises SaveError if they show that memory was damaged meanwhile."""
+        """Keep the digests of a written snapshot. Raises SaveError if earlier digests differ, so memory was damaged."""
         key = checkpoint, rank
         if not self._trainer.dead:
             self.digests[key] = digests
@@ -169,7 +169,7 @@ class HeldMemory:
         held = {label.checkpoint for arena in self.all() for _, label in arena.sealed()}
         self.digests = {(checkpoint, rank): d for (checkpoint, rank), d in self.digests.items() if checkpoint in held}
         self.late &= self.digests.keys()
-        self.replicas = {checkpoint: said for checkpoint, said in self.replicas.items() if checkpoint in held}
+        self.replicas = {checkpoint: found for checkpoint, found in self.replicas.items() if checkpoint in held}
         self._numbers = {key: numbers for key, numbers in self._numbers.items() if key[1] in held}
 
     def wanted(
@@ -215,7 +215,7 @@ class HeldMemory:
         )
         if begun != self._trainer.adoptions:  # the next trainer would never release this arena
             arena.close()
-            raise SkippedError("the trainer that asked for this memory has lost the run, or died")
+            raise SkippedError("the trainer that requested this memory has lost the run, or died")
         self.add(arena)
         await self._kept(arena.id.hex())
         _make_ready(arena)

@@ -124,7 +124,7 @@ def waiting_s(pid: int) -> float:
 # -- copies from store to store --
 
 
-BACKLOG = 3  # number of checkpoints from before a start that are still copied to another tier
+BACKLOG = 3  # maximum number of checkpoints that wait for a copy to a tier, and of older ones to copy after a restart
 
 OnBytes = Callable[[int], None] | None
 
@@ -317,7 +317,7 @@ class Turns:
         """Return why steps are skipped. Saving less often does not help if the tier is down or hangs."""
         still_s = time.monotonic() - max(self.since, tier.flow.moved)
         if still_s > STILL_S:
-            return f"has accepted no data for {duration(still_s)}: check whether it responds. It gets the newest then"
+            return f"has accepted no data for {duration(still_s)}: check that it responds; it then gets the newest step"
         return "is slower than its save interval: raise its every=, or max_mib_s if it is throttled"
 
     def _call(self) -> None:

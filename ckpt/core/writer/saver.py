@@ -1,9 +1,9 @@
 """Makes checkpoints of the snapshots in memory, on request of the trainer, and of all snapshots after a fault.
 
-    write          a sealed slot, one tier: store this rank's part, then commit it with the parts of the other ranks
+    write          a sealed slot, one tier: store this rank's files, then commit them with those of the other ranks
       store_part     from memory, in the encoding of the tier, without chunks that the tier already has
       promote        from a nearer tier, if this tier is busy or has failed, so that memory is free sooner
-      commit         wait for the parts of other ranks (`parts.settle`); abort failed saves, so that they need not wait
+      commit         wait for the files of other ranks (`parts.settle`); abort failed saves, so that they need not wait
     resume         after a start: copies to further tiers that a crash has interrupted
     persist        at a fault: all snapshots in memory, within a deadline
     make_durable   after the trainer's end: all snapshots in memory, until another trainer comes
@@ -52,12 +52,12 @@ from ckpt.errors import (
 )
 from ckpt.units import count_of
 
-FAR_PATIENCE = 6  # factor of the timeout for the parts of other ranks in slow tiers
-FAR_QUEUE = 1  # number of checkpoints that may wait for a write from memory to a slow tier
-LATE_S = 30.0  # timeout for the parts of other ranks after the trainer's end
-FAR_LATE_S = 600.0  # timeout for the parts of other ranks in a slow tier
+FAR_PATIENCE = 6  # factor by which the timeout for the files of other ranks is longer in buckets
+FAR_QUEUE = 1  # maximum number of checkpoints that wait for a write from memory to a slow tier
+LATE_S = 30.0  # timeout for the files of other ranks after the trainer's end
+FAR_LATE_S = 600.0  # timeout for the files of other ranks in tiers beyond the nearest, after the trainer's end
 COMMON_S = 1.0  # if not all ranks have the newest step, time after which an older step is enough
-OTHERS_S = 5.0  # timeout for the parts of other ranks after our part is written
+OTHERS_S = 5.0  # timeout for the files of other ranks after this rank's files are written
 OUT_OF_TURN = -1
 
 
@@ -66,9 +66,9 @@ class WriterSaver:
     """Saves snapshots of one run.
 
     reads: number of writes that are reading a slot, by arena and slot
-    stored: a future for each requested write, by tier URL and checkpoint; its result is True if our part is stored
-    settling: number of written parts that are not committed yet, by the adoption number of the trainer that requested
-        them, or `OUT_OF_TURN` if other ranks may never write their parts
+    stored: a future for each requested write, by tier URL and checkpoint. Its result is True if the write succeeded
+    settling: number of saves that are not committed yet, by the adoption number of the trainer that requested them, or
+    `OUT_OF_TURN` if other ranks may not write their files
     turns: the queue of each tier, by its URL
     """
 
@@ -137,11 +137,11 @@ class WriterSaver:
     async def _store(
         self, tier: OpenTier, near: OpenTier | None, checkpoint: CheckpointId, request: WriteSlot, note: StoredNote
     ) -> WrittenManifest | None:
-        """Write the part from memory or a nearer tier. Return None if the step is already a checkpoint in this tier."""
+        """Write this rank's files, from memory or a nearer tier. Return None if the step is a checkpoint already."""
         arena, slot = self.memory.arenas.get(request.arena), request.slot
         label = None if arena is None else arena.label(slot)
         if request.stored or arena is None or label is None or label.checkpoint != checkpoint:
-            # The trainer or an earlier writer stored the part without committing it. No slot has this part any more.
+            # The trainer or an earlier writer stored the files without committing them. No slot has the snapshot now.
             if checkpoint in tier.log.state.commits:
                 return None
             written = await commits.stored_manifest(tier.log.store, checkpoint, _rank(tier))
@@ -182,12 +182,12 @@ class WriterSaver:
         finally:
             tier.waiting -= 1
 
-    # -- a part, from memory --
+    # -- this rank's files, from memory --
 
     async def store_part(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True
     ) -> WrittenManifest | None:
-        """Write this rank's part from memory. Return None if the step is already a checkpoint.
+        """Write this rank's files from memory. Return None if the step is already a checkpoint.
 
         With a single rank, a failed checkpoint stays open: it may be retried with other files, or recovery ends it.
         With several ranks, it is aborted immediately so that they need not wait, unless this was not the `last` try.
@@ -205,7 +205,7 @@ class WriterSaver:
             if last and reason == "due":
                 await self._tell_others(tier, checkpoint, rank, error)
                 if checkpoint in tier.log.state.commits:
-                    return None  # the part was complete, so another rank has committed it
+                    return None  # the files were complete, so another rank has committed the checkpoint
             raise
         if written is None:
             tier.in_flight.discard(checkpoint)
@@ -264,8 +264,8 @@ class WriterSaver:
         reason: str,
         check: Callable[[], None] = lambda: None,
     ) -> WrittenManifest:
-        """Write a part in the encoding of this tier, without chunks that the tier already has. `check` raises an error
-        if the source has changed meanwhile."""
+        """Write this rank's files in the encoding of this tier, without chunks that the tier already has. `check`
+        raises an error if the source has changed."""
         checkpoint, layout, near = snapshot.checkpoint, snapshot.layout, self.run.near(tier)
         previous = await tier.encoder.previous(tier.log, checkpoint, layout)
         if previous is not None:
@@ -289,14 +289,14 @@ class WriterSaver:
                 near.anchors[tier.url] = checkpoint
         return written
 
-    # -- a part, from a nearer tier --
+    # -- this rank's files, from a nearer tier --
 
     async def promote(
         self, tier: OpenTier, near: OpenTier, checkpoint: CheckpointId, note: StoredNote
     ) -> WrittenManifest | None:
-        """Copy this rank's part once a nearer tier has it. Return None if the step is already a checkpoint.
+        """Copy this rank's files once a nearer tier has them. Return None if the step is already a checkpoint.
 
-        `note` is sent when the part no longer needs memory. Raises SkippedError if the further tier is too slow.
+        `note` is sent once the snapshot in memory is no longer needed. Raises SkippedError if the tier is too slow.
         """
         rank = _rank(near)
         tier.in_flight.add(checkpoint)
@@ -332,7 +332,7 @@ class WriterSaver:
             tier.waiting -= 1
 
     async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenManifest) -> WrittenManifest:
-        """Copy a part from a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
+        """Copy one rank's files from a nearer tier, in the encoding of the further tier. Resume an interrupted copy."""
         checkpoint, part = here.checkpoint, here.manifest
         there = await commits.stored_manifest(tier.store, checkpoint, part.rank)
         if there is not None:
@@ -364,7 +364,7 @@ class WriterSaver:
 
     @contextlib.contextmanager
     def under_way(self, adoption: int | None = None) -> Iterator[None]:
-        """Count a save that the writer has to finish before it leaves. `adoption`: by default the present one."""
+        """Count a save that the writer has to finish before it leaves. `adoption`: default: the present one."""
         begun = self.trainer.adoptions if adoption is None else adoption
         self.settling[begun] += 1
         try:
@@ -373,7 +373,7 @@ class WriterSaver:
             self.settling[begun] -= 1
 
     async def commit(self, tier: OpenTier, written: WrittenManifest) -> None:
-        """Wait until a written part is a committed checkpoint in this tier. Raises SaveError if it was aborted."""
+        """Wait until the checkpoint of these files is committed in this tier. Raises SaveError if it was aborted."""
         part, run, checkpoint = written.manifest, self.run, written.checkpoint
         alike = part.world == tier.role.world
         role = tier.role if alike else commits.Role(tuple(range(part.world)), part.rank, part.world)
@@ -423,14 +423,14 @@ class WriterSaver:
             tier.sweeping = self.background.spawn(tier.sweep(self.run.mine(), self.trainer.tell))
 
     async def _tell_others(self, tier: OpenTier, checkpoint: CheckpointId, rank: int, error: BaseException) -> None:
-        """Abort a checkpoint because this rank will not write its part, so that other ranks do not wait for it."""
+        """Abort a checkpoint because this rank will not write its files, so that other ranks do not wait for them."""
         if tier.role.world > 1 and isinstance(error, Exception) and not isinstance(error, FencedError):
             with contextlib.suppress(CheckpointError):
                 await commits.abort(tier.log, self.run.mine(), checkpoint, f"rank {rank}: {error}")
 
     async def _give_up(self, tier: OpenTier, written: WrittenManifest, error: Exception) -> None:
-        """Abort a checkpoint whose commit failed in this writer, so that other ranks do not wait. Delete our part if
-        the checkpoint was aborted."""
+        """Abort a checkpoint whose commit failed in this writer, so that other ranks do not wait. Delete this rank's
+        files if the checkpoint was aborted."""
         part, checkpoint = written.manifest, written.checkpoint
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
@@ -459,7 +459,7 @@ class WriterSaver:
     # -- after a start --
 
     def to_copy(self, tier: OpenTier) -> set[CheckpointId]:
-        """Return the checkpoints from before a crash that must still be copied from the nearest tier to this tier."""
+        """Return the checkpoints of earlier job attempts that are to be copied from the nearest tier to this tier."""
         near = self.run.near(tier)
         if near is None:
             return set()
@@ -473,8 +473,8 @@ class WriterSaver:
         self._resuming = self.background.spawn(self.resume())
 
     async def resume(self) -> None:
-        """Resume the copies that a crash has interrupted. The ranks divide the parts among themselves. All ranks find
-        the same pending copies, whenever they check."""
+        """Resume the copies that a crash has interrupted. The ranks divide the manifests among themselves. All ranks
+        find the same pending copies, whenever they check."""
         adoptions = self.trainer.adoptions
         for tier in self.run.tiers[1:]:
             near = self.run.near(tier)
@@ -496,7 +496,7 @@ class WriterSaver:
                         await self._tell_others(tier, one.checkpoint, _rank(near), error)
 
     async def resume_one(self, tier: OpenTier, near: OpenTier, one: Commit) -> None:
-        """Copy this rank's parts of a checkpoint."""
+        """Copy those files of a checkpoint for which this rank is responsible."""
         mine = one.manifests[near.role.place :: len(near.role.ranks)]
         if not mine:
             return
@@ -559,7 +559,7 @@ class WriterSaver:
         ]
 
     async def _wait(self, steps: list[CheckpointId], tasks: list[asyncio.Task[None]], deadline: float) -> None:
-        """Wait until the newest step is durable, or only the parts of other ranks are missing, which may never come."""
+        """Wait until the newest step is durable, or only the files of other ranks are missing, which may never come."""
         tiers, durable_since, stored_since = self.run.tiers, 0.0, 0.0
         while time.monotonic() < deadline:
             done = [checkpoint for checkpoint in steps if tiers and checkpoint in tiers[0].log.state.commits]
@@ -580,8 +580,8 @@ class WriterSaver:
     # -- snapshots in memory, after the end of a trainer --
 
     async def make_durable(self, adoptions: int, tier: OpenTier, owed: Collection[CheckpointId] | None = None) -> bool:
-        """Write the snapshots in memory, or only the `owed` ones, to a tier. The nearest tier gets all of them, and any
-        other tier gets the newest step. Return False if a write has to be retried."""
+        """Write the snapshots in memory, or only the `owed` snapshots, to a tier. The nearest tier gets all of them,
+        and any other tier gets the newest step. Return False if a write has to be retried."""
         nearest = self.run.tiers[0]
 
         def is_over(checkpoints: list[CheckpointId], tier: OpenTier) -> bool:
@@ -685,7 +685,7 @@ class WriterSaver:
             await tier.close(self.run.owner, self.trainer.tell)
 
     async def finish_begun(self) -> None:
-        """Finish writes that began. Wait only for a while for the parts of other ranks, which may never come."""
+        """Finish writes that began. Wait only for a while for the files of other ranks, which may never come."""
         commit_s = self.run.commit_s
         await _until(lambda: not self.reads and not any(tier.waiting for tier in self.run.tiers), commit_s)
         await _until(lambda: not any(self.settling.values()), min(LATE_S, commit_s))
@@ -714,7 +714,7 @@ def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bas
 
 
 def own_bytes(written: WrittenManifest | None) -> int:
-    """Return the number of bytes stored for a part, without the bytes that it shares with older checkpoints."""
+    """Return the number of bytes of one rank's files, without files that it shares with older checkpoints."""
     if written is None:
         return 0
     checkpoint = written.checkpoint

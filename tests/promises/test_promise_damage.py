@@ -71,8 +71,8 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
                 digests[step] = toy.digest(state)
             step = cp.restore(step=BACK) if until == 20 else step
         assert eventually(lambda: not checkpoint_files(base / "run", step=8)), "the first checkpoint is deleted"
-        # Without the ledger, which may say that this live process trains the run.
-        shutil.copytree(base / "run", base / "copy", ignore=shutil.ignore_patterns("ledger"))
+        # Without the files that may say that this live process trains the run.
+        shutil.copytree(base / "run", base / "copy", ignore=shutil.ignore_patterns("ledger", "lease.json"))
     shutil.copytree(base / "run" / "ledger", base / "ledger")
     yield Left(base / "copy", digests)
     patch.undo()

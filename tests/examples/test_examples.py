@@ -87,20 +87,6 @@ def test_demo_ends_with_equal_bits_without_processes(tmp_path: Path, own_sockets
     assert outcome["digests"].keys() > {"model.embed.weight", "optim.0.exp_avg", "optim.0.step", "batches", "rng"}
 
 
-@pytest.mark.long
-def test_interrupted_demo_leaves_no_processes_or_files(tmp_path: Path, own_sockets: Path) -> None:
-    """Ctrl-C while a writer outlives its trainer also ends the writer and removes the folder."""
-    process = start("demo.py", "--steps", 12, tmp=tmp_path)
-    read_until(process, "Killed trainer")
-    assert writers(own_sockets)  # otherwise the test would prove nothing
-    assert list(tmp_path.glob("everystep-demo-*"))
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=60.0)[0]
-    assert process.returncode == 130, text
-    assert not writers(own_sockets)
-    assert not list(tmp_path.glob("everystep-demo-*"))
-
-
 def test_demo_fails_on_one_wrong_bit(tmp_path: Path) -> None:
     """The verdict fails for a flipped bit, a different loss or a missing tensor, and names it."""
     state = train_gpt.build(steps=2)

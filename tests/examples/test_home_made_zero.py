@@ -55,7 +55,7 @@ def train(world: int, run: Path, steps: int, kill_after: int = 0) -> list[list[s
 def test_home_made_zero_continues_exactly_on_other_rank_numbers(tmp_path: Path) -> None:
     """Both ranks are killed at step 6 of 8, with step 5 on disk. Losses and digests match an uninterrupted run.
 
-    Then three ranks, and then one, begin with the final digest of all weights and moments."""
+    Then three ranks begin with the final digest of all weights and moments."""
     untouched = train(2, tmp_path / "untouched", STEPS)
     killed = train(2, tmp_path / "run", STEPS, kill_after=6)
     resumed = train(2, tmp_path / "run", STEPS)
@@ -63,8 +63,4 @@ def test_home_made_zero_continues_exactly_on_other_rank_numbers(tmp_path: Path) 
     at = int(resumed[0][1])
     assert resumed[0][2] == untouched[at][3]
     assert killed[1:7] == untouched[1:7] and resumed[1:] == untouched[at + 1 :]
-    ended = resumed[-1][3]
-    for world, steps in ((3, 9), (1, 10)):
-        found = train(world, tmp_path / "run", steps)
-        assert found[0] == ["restored", str(steps - 1), ended]
-        ended = found[-1][3]
+    assert train(3, tmp_path / "run", STEPS + 1)[0] == ["restored", str(STEPS), resumed[-1][3]]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from processes import REPO, start_python, writers
@@ -21,24 +19,6 @@ sys.path.insert(0, str(REPO / "examples"))
 
 import resize
 from resize import Round
-
-FLIP = """
-import os, sys
-
-if "train" in sys.orig_argv and "RANK" in os.environ:
-    import torch, ckpt.checkpointer
-
-    restore = ckpt.checkpointer.Checkpointer.restore
-
-    def flipping(self, *arguments, **settings):
-        step = restore(self, *arguments, **settings)
-        if step and os.environ["RANK"] == "0":
-            weight = self._run.capture.state["model"].blocks[1].up.weight
-            weight._local_tensor.detach().view(torch.int32)[0, 0] ^= 1
-        return step
-
-    ckpt.checkpointer.Checkpointer.restore = flipping
-"""
 
 
 def start(*arguments: object, tmp: Path, path: str = "") -> subprocess.Popen[str]:
@@ -118,34 +98,3 @@ def check_that_changes_are_detected(folder: Path) -> None:
     assert lost[0] == 1 and "was acknowledged" in lost[1]
     assert judge_changed(folder, "rounds.json", lambda c: c[1].update(tier="file:///somewhere"))[0] == 1
     assert judge_changed(folder, "rounds.json", lambda c: c[2].update(tier="memory"))[0] == 1
-
-
-@pytest.mark.long
-def test_resize_fails_on_one_wrong_bit(tmp_path: Path) -> None:
-    """A restore with one wrong bit of a weight ends in exit code 1 and names the weight."""
-    tmp, path = tmp_path / "tmp", tmp_path / "path"
-    tmp.mkdir()
-    path.mkdir()
-    (path / "sitecustomize.py").write_text(FLIP)
-    process = start("--ranks", "1,2", "--steps-per-round", 4, tmp=tmp, path=str(path))
-    text = process.communicate(timeout=280.0)[0]
-    assert process.returncode == 1, text
-    assert "wrong: tensor model.blocks.1.up.weight, restored at step" in text, text
-    assert "FAILED" in text
-    assert not left(tmp)
-
-
-@pytest.mark.long
-def test_interrupted_resize_leaves_no_processes_or_files(tmp_path: Path) -> None:
-    """Ctrl-C while writers outlive their trainers also ends them and removes the folder."""
-    process = start("--ranks", "2,1", "--steps-per-round", 4, tmp=tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("Round 2"):
-            break
-    assert writers(tmp_path)  # otherwise the test would prove nothing
-    assert list(tmp_path.glob("everystep-resize-*"))
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=60.0)[0]
-    assert process.returncode == 130, text
-    assert not left(tmp_path)

@@ -15,7 +15,6 @@ from ckpt.errors import CorruptError
 from ckpt.guard.incidents import is_of_a_peer
 from ckpt.guard.report import ADVICE, Fault, SavedStep, incidents, tell_launcher
 from ckpt.triggers import RESUBMIT_CODE
-from processes import run_script
 
 START = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -78,24 +77,22 @@ def test_invalid_report_raises_corrupt_error(case: str) -> None:
         Fault.from_json(data)
 
 
-WRONG_WITHIN: dict[str, Any] = {
-    "a step that is text": {"saved": [{"step": "5", "tier": "/run", "how": "ring", "seconds": "0"}]},
-    "stacks": {"stacks": 5},
-    "advice": {"advice": ["retry"]},
-    "an impossible year": {"time": "0001-01-01T00:00:00"},
-}
-
-
-@pytest.mark.parametrize("case", WRONG_WITHIN)
-def test_field_of_another_type_is_rejected_or_handled(case: str) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"saved": [{"step": "5", "tier": "/run", "how": "ring", "seconds": "0"}]},
+        {"stacks": 5},
+        {"advice": ["retry"]},
+        {"time": "0001-01-01T00:00:00"},
+    ],
+)
+def test_field_of_another_type_is_rejected_or_handled(wrong: dict[str, Any]) -> None:
     """The field is rejected when it is read, or all functions that `ckpt faults` calls accept it."""
     try:
-        read = Fault.from_json({**full().to_json(), **WRONG_WITHIN[case]})
+        read = Fault.from_json({**full().to_json(), **wrong})
     except CorruptError:
         return
-    assert read.line
-    assert read.to_json()
-    assert incidents([read, full()])
+    assert read.line and read.to_json() and incidents([read, full()])
 
 
 def test_keys_sort_by_time() -> None:
@@ -106,12 +103,7 @@ def test_keys_sort_by_time() -> None:
         assert [keys[key] for key in sorted(keys)] == spans
     assert fault().key == "faults/20300102T030405000000.0.json"
     assert len({fault(rank=rank).key for rank in range(3)}) == 3  # ranks do not overwrite each other
-
-
-def test_key_stays_in_its_folder() -> None:
-    """The key stays in its folder, whatever the time contains."""
     key = Fault.from_json({**full().to_json(), "time": "2030-01-02 03:04:05+01:00"}).key
-    assert key == "faults/20300102030405010.1.json" or key.startswith("faults/2030")
     assert "/" not in key.removeprefix("faults/") and ".." not in key
 
 
@@ -153,22 +145,6 @@ def test_error_caused_by_a_peer_is_recognized(error: Exception, expected: bool) 
     assert is_of_a_peer(error) == expected
 
 
-def test_exit_needs_no_thread() -> None:
-    """From Python 3.12 on, no thread can start while the interpreter exits. The exit code and the output are kept.
-    (`test_every_kind_of_death_keeps_memory` also covers this.)"""
-    script = """
-import threading
-from ckpt.guard.incidents import leave
-def start(self):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-threading.Thread.start = start
-print("the last words")
-leave(143)
-"""
-    done = run_script(script)
-    assert (done.returncode, done.stdout) == (143, "the last words\n"), done.stderr
-
-
 def test_unrelated_reports_are_separate_incidents() -> None:
     """The attempts differ, the time between is long, or the job continued after the fault."""
     pairs = [
@@ -193,8 +169,8 @@ def test_ending_faults_are_recognized() -> None:
 
 
 def test_torchrun_reads_the_error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own reader of a worker's error file finds the reason, the stack and the time."""
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    """torch's own reader of a worker's error file finds the reason, the stack and the time, and prints the reason."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     path = tmp_path / "error.json"
     before = int(time.time())
@@ -202,20 +178,9 @@ def test_torchrun_reads_the_error_file(tmp_path: Path, monkeypatch: pytest.Monke
     tell_launcher(fault(summary="rank 0 raised ValueError: ä"), ("f (a.py:1)", "g (a.py:2)"))
     found = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(path))
     assert "rank 0 raised ValueError: ä" in str(found.message)
+    assert "rank 0 raised ValueError" in str(ChildFailedError("train.py", {0: found}))
     assert before <= found.timestamp <= time.time()
     assert found.error_file_data["message"]["extraInfo"]["py_callstack"].endswith("f (a.py:1)\ng (a.py:2)")
-
-
-@pytest.mark.parametrize("stack", [(), ("f (a.py:1)",)], ids=["no stack", "stack"])
-def test_torchrun_prints_the_reason(stack: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's final message for a failed job contains the fault."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    path = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    tell_launcher(fault(summary="rank 0 raised ValueError"), stack)
-    found = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(path))
-    assert "rank 0 raised ValueError" in str(ChildFailedError("train.py", {0: found}))
 
 
 def test_negative_control_without_the_error_file(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ with ckpt.Checkpointer(state, sys.argv[1], triggers=triggers, options=ckpt.Optio
         load_batch()
     if rank == 0:
         need_the_result(dist.all_reduce(torch.ones(2), async_op=True))
-    else:
+    else:  # rank 2 has a frame of torch.distributed on its stack
         dist.all_reduce(torch.ones(2))
     [fault] = faults
 print(json.dumps({"mode": "hang", "suspects": fault.suspects, "summary": fault.summary}), flush=True)
@@ -99,10 +99,11 @@ print(json.dumps({"mode": "hang", "suspects": fault.suspects, "summary": fault.s
 
 
 def test_flight_recorder_finds_the_missing_rank(tmp_path: Path) -> None:
-    """Rank 0 waits for a result in its own code, and rank 1 never joins. Both reports name rank 1."""
-    reported = reports(launch(2, HANGS, tmp_path / "run", port=free_port()))["hang"]
-    assert len(reported) == 2
+    """Rank 0 waits for a result in its own code, rank 2 in the collective, and rank 1 never joins. All name rank 1."""
+    reported = reports(launch(3, HANGS, tmp_path / "run", port=free_port()))["hang"]
+    assert len(reported) == 3
     for one in reported:
         assert one["suspects"] == [1], one
-        assert "Rank 0 waits in all_reduce (number " in one["summary"] and "default_pg" in one["summary"], one
+        assert "Ranks 0, 2 wait in all_reduce" in one["summary"], one
+        assert "(number " in one["summary"] and "default_pg" in one["summary"], one
         assert "load_batch" in one["summary"], one

@@ -162,17 +162,7 @@ def test_gce_maintenance_counts_only_if_terminating(cloud: Metadata, watching: W
     assert len(found) == 2
 
 
-def test_gce_is_polled_without_etags(cloud: Metadata, watching: Watching) -> None:
-    """A service without etags is polled without waiting, so that no change is missed."""
-    cloud.set(with_etag=False)
-    _, found = watching(trigger_for("gce", cloud))
-    assert polled_again(cloud, "preempted", 4)
-    assert cloud.count("wait_for_change") == 0
-    cloud.set(preempted="TRUE")
-    assert eventually(lambda: len(found) == 1)
-
-
-@pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
+@pytest.mark.parametrize("kind", ["Preempt", "Redeploy"])
 def test_azure_stopping_events_are_reported_once(kind: str, cloud: Metadata, watching: Watching) -> None:
     """Each event is reported once by its id, even when it starts and its time is cleared. Freeze and completed events
     are not reported. No event is acknowledged, because a POST would start it immediately."""
@@ -207,7 +197,7 @@ def test_notice_with_malformed_time_has_none(cloud: Metadata, watching: Watching
 # -- faults --
 
 
-ANSWERS = ("403", "redirect", "hang", "garbage")  # faults that requests of different clouds may handle differently
+ANSWERS = ("redirect", "hang")  # faults that requests of different clouds may handle differently
 
 
 @pytest.mark.parametrize(
@@ -233,18 +223,6 @@ def test_watch_survives_faults(
         assert all(thread.is_alive() for thread in watch._threads)
 
 
-def test_watch_survives_faults_after_valid_responses(cloud: Metadata, watching: Watching) -> None:
-    """The fault may begin after valid responses, here while a request is held, or the service may be down for a
-    while."""
-    _, found = watching(trigger_for("gce", cloud))
-    assert polled_again(cloud, times=2)
-    for fault in ("hang", "closed"):
-        cloud.set(fault=fault)
-        assert polled_again(cloud)
-    cloud.set(fault=None, **ANNOUNCE["gce"])
-    assert eventually(lambda: len(found) == 1)
-
-
 def test_at_most_64_kib_are_read(cloud: Metadata, watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of a huge response is not read."""
     sizes: list[int] = []
@@ -260,37 +238,20 @@ def test_at_most_64_kib_are_read(cloud: Metadata, watching: Watching, monkeypatc
     assert 0 < sum(sizes) / cloud.count() < metadata_request.MAX_ANSWER + 2 * 8192 < HUGE
 
 
-def test_watch_survives_exception_in_on_notice(cloud: Metadata, watching: Watching) -> None:
-    """An exception in on_notice is logged, and the next notice is still reported."""
-    found: Found = []
-
-    def broken(notice: Notice) -> None:
-        found.append(notice)
-        raise RuntimeError("no")
-
-    cloud.set(rebalance={"noticeTime": "now"})
-    watching(trigger_for("ec2", cloud), on_notice=broken)
-    assert eventually(lambda: len(found) == 1)
-    cloud.set(ec2=EC2)
-    assert eventually(lambda: len(found) == 2)
-
-
 # -- queried services --
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_proxies_are_not_used(
-    source: str, cloud: Metadata, watching: Watching, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proxies_are_not_used(cloud: Metadata, watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proxy variables are ignored, because a metadata service is on this machine's own link."""
     with Metadata() as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy.url)
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
-        cloud.set(**ANNOUNCE[source])
-        _, found = watching(trigger_for(source, cloud))
-        assert eventually(lambda: len(found) == 1)
+        for source in SOURCES:
+            cloud.set(**ANNOUNCE[source])
+            _, found = watching(trigger_for(source, cloud))
+            assert eventually(lambda found=found: len(found) == 1), source  # type: ignore[misc]
         assert not proxy.asked
 
 
@@ -332,16 +293,12 @@ def test_wrong_address_raises_usage_error(url: str) -> None:
         NoticeWatch([OnPreemption(("ec2",), url)], print)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_each_cloud_is_detected_by_firmware(source: str, tmp_path: Path) -> None:
-    """Each cloud is detected by its own firmware only. Unreadable files are ignored."""
-    dmi = firmware(tmp_path / "dmi", FIRMWARE[source])
-    (dmi / "bios_version").mkdir()
-    assert detect(dmi) == (source,)
-
-
-def test_other_firmware_is_not_a_cloud(tmp_path: Path) -> None:
-    """A missing folder, odd bytes and hardware by a cloud's vendor do not count as a cloud."""
+def test_clouds_are_detected_by_firmware(tmp_path: Path) -> None:
+    """Each by its own only. A missing folder, unreadable files and hardware by a cloud's vendor are no cloud."""
+    for source in SOURCES:
+        dmi = firmware(tmp_path / source, FIRMWARE[source])
+        (dmi / "bios_version").mkdir()
+        assert detect(dmi) == (source,)
     assert detect(tmp_path / "none") == ()
     dmi = firmware(tmp_path / "dmi", {"sys_vendor": "Google", "bios_vendor": "coreboot", "product_name": "Eve"})
     assert detect(dmi) == ()
@@ -355,7 +312,7 @@ def test_other_firmware_is_not_a_cloud(tmp_path: Path) -> None:
 # -- stop --
 
 
-@pytest.mark.parametrize("fault", ["hang", "half", "drip", None])
+@pytest.mark.parametrize("fault", ["hang", "drip", None])
 def test_stop_does_not_wait_for_requests(fault: str | None, cloud: Metadata, watching: Watching) -> None:
     """stop() returns while requests hang. The threads end too, and nothing is reported afterwards."""
     cloud.set(fault=fault)
@@ -422,8 +379,10 @@ def was_checked(clock: Clock) -> bool:
 
 
 def test_deadline_is_reported_ahead(clock: Clock, watching: Watching) -> None:
-    """The notice comes at `at - before_s` by the wall clock, not earlier, once, with the deadline itself."""
+    """It comes once, at `at - before_s` by the wall clock, even if that is set back, with the deadline itself."""
     _, found = watching(OnDeadline(AT + 100, before_s=60))
+    clock.now = AT - 1000
+    assert was_checked(clock)
     clock.now = AT + 39.9
     assert was_checked(clock)
     assert not found
@@ -440,16 +399,6 @@ def test_past_deadline_only_logs_warning(clock: Clock, watching: Watching, caplo
     assert not found
     assert len(caplog.records) == 2
     assert "past" in caplog.text
-
-
-def test_deadline_follows_wall_clock_changes(clock: Clock, watching: Watching) -> None:
-    """A clock set back delays the deadline. A clock set forward, even beyond it, triggers it immediately."""
-    _, found = watching(OnDeadline(AT + 0.05, before_s=0))
-    clock.now = AT - 1000
-    assert was_checked(clock)
-    assert not found
-    clock.now = AT + 1000
-    assert eventually(lambda: len(found) == 1)
 
 
 def test_deadline_is_end_of_slurm_job(clock: Clock, watching: Watching) -> None:
@@ -473,12 +422,3 @@ def test_malformed_slurm_variable_is_ignored(text: str, watching: Watching, capl
         watch, _ = watching(on_deadline(), environ={"SLURM_JOB_END_TIME": text})
         assert not watch._threads
     assert slurm_end({"SLURM_JOB_END_TIME": "1767225600"}) == AT
-
-
-@pytest.mark.parametrize("at", [1e300, -1e300, 253402300800.0])
-def test_deadline_beyond_the_calendar_is_accepted(at: float, watching: Watching) -> None:
-    """The time can still be formatted and waited for."""
-    assert "seconds since 1970" in preemption._when(at)
-    watch, found = watching(OnDeadline(at))
-    assert len(watch._threads) == (at > 0)
-    assert not found

@@ -16,13 +16,12 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import click.testing
-import msgspec
 import pytest
 import torch
 
@@ -41,7 +40,7 @@ from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import FILE, Table, columns_of, merge
 from ckpt.core.ipc import channel, heartbeat
 from ckpt.core.ipc.arena import SEALED, Arena, Label
-from ckpt.core.ipc.messages import MOST_BYTES, Leave, Lend, Look
+from ckpt.core.ipc.messages import MOST_BYTES
 from ckpt.core.log.records import MARK, Acquire, Commit, RunState
 from ckpt.core.log.run_log import RunLog, record_key
 from ckpt.core.ranks import world as worlds
@@ -58,7 +57,6 @@ from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.saver import Saver
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot import device, direct, snapshot, stage
-from ckpt.core.snapshot.device import PageLocks
 from ckpt.core.snapshot.fill import SlotDigests, SlotFiller
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
@@ -73,7 +71,7 @@ from ckpt.failpoints import WRITER_POINTS as WRITER_POINTS
 from ckpt.guard.fault_handler import FaultHandler
 from ckpt.tiers import as_tiers
 from ckpt.tools.cli import app
-from ckpt.tools.convert import partial, source_files
+from ckpt.tools.convert import source_files
 from ckpt_backends.memory import MemoryStore
 
 T = TypeVar("T")
@@ -104,11 +102,6 @@ def invoke(*words: object, standalone_mode: bool = True) -> click.testing.Result
 # -- a run in a folder or a bucket --
 
 
-def workshop(out: Path, what: str) -> Any:
-    """Open the folder in which a command makes an export, under its lock; a context manager."""
-    return partial.Workshop(out, what)
-
-
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end. This works inside a running event loop too."""
     return read.run(work)
@@ -137,11 +130,6 @@ def _state(url: str | Path) -> RunState:
 def steps_at(url: str | Path) -> list[int]:
     """List the steps of the present history, newest first."""
     return [commit.step for commit in _state(url).lineage()]
-
-
-def finite_at(url: str | Path) -> dict[int, bool | None]:
-    """Map each step of a run to the value of `finite` in its log record."""
-    return {commit.step: commit.finite for commit in _state(url).commits.values()}
 
 
 def kept_at(url: str | Path) -> dict[int, str]:
@@ -221,26 +209,6 @@ def step_of_file(key: str) -> int | None:
     """Return the step of the checkpoint that wrote a file, or None if the file name contains no step."""
     found = owner(key)
     return found.step if found else None
-
-
-def take_back(url: str | Path, choose: Callable[[list[int]], Collection[int]]) -> list[int]:
-    """Retract checkpoints from another process's point of view. `choose` receives the steps of the history, newest
-    first, and returns those to retract. Return its choice."""
-
-    async def work() -> list[int]:
-        store = stores.open_store(url, writable=True)
-        try:
-            log = RunLog(store)
-            await log.open()
-            chosen = choose([commit.step for commit in log.state.lineage()])
-            for commit in log.state.lineage():
-                if commit.step in chosen:
-                    await commits.retract(log, None, commit.checkpoint, "a test")  # type: ignore[arg-type]
-            return list(chosen)
-        finally:
-            await store.aclose()
-
-    return read.run(work())
 
 
 def rewrite_format(run: Path, **fields: object) -> None:
@@ -349,14 +317,6 @@ class SavedStep:
     def _first_difference(self) -> int:
         table = self._table
         return next(b for b in range(table.owned) if table.codec[b] == codec.DELTA)
-
-    def bases_of(self, name: str) -> set[int]:
-        """The steps that contain the bases of those pieces of a tensor that this checkpoint wrote."""
-        table = self._table
-        of = [step_of_file(key) for key in table.files]
-        rows = [b for b in table.chunks(self._shard(name)) if table.base[b] >= table.owned]
-        found = {of[table.file[table.base[b]]] for b in rows if of[table.file[b]] == self.step}
-        return {step for step in found if step is not None}
 
 
 def history(url: str | Path) -> dict[int, SavedStep]:
@@ -686,27 +646,6 @@ def log_of_writer(name: str) -> str:
 LARGEST_MESSAGE = MOST_BYTES  # bytes, between a trainer and its writer
 
 
-def is_at_the_writer(run: str, pid: int) -> bool:
-    """Return True if the writer of a run serves this trainer, or this process has asked for its memory."""
-    key = name_of_writer(run)
-    if (channel.ask_once(key, Look(), 10.0) or {}).get("pid") == pid:
-        return True
-    there = channel.ask_once(key, Lend(), 10.0)
-    return there is not None and there.trainer == pid
-
-
-class LateWriter:
-    """A writer without a trainer, left over from a failed start. It owns the name of the run until it leaves."""
-
-    def __init__(self, run: str) -> None:
-        self._client = writer_link.WriterClient.spawn(name_of_writer(run))
-        self._client.greet(60.0, 60.0)
-
-    def leave(self) -> None:
-        self._client.ask(Leave())
-        self._client.close()
-
-
 # -- moments within a call, at which a test interferes --
 
 Moment = tuple[type, str]
@@ -731,12 +670,10 @@ CLOSING: dict[str, Moment] = {  # in order, in `close()`
     "end": (Closing, "_end"),
     "let go": (Closing, "_release"),
 }
-WRITE_IS_ASKED_FOR: Moment = (Saver, "_write")
 STAGING_THREAD_IS_ASKED: Moment = (Stager, "do")
 MEMORY_IS_ADOPTED: Moment = (Stager, "use")
 MEMORY_IS_PREPARED: Moment = (SnapshotMemory, "take_prepared")
 COPIED_BESIDE_TRAINING: Moment = (SlotFiller, "fill_guarded")
-NEXT_WRITER_GETS_MEMORY: Moment = (SnapshotMemory, "on_new_writer")
 LEFT_OVER_MEMORY_IS_TAKEN: Moment = (HeldSnapshots, "take_left_over")
 FILE_IS_CONVERTED: Moment = (source_files.FilesOrigin, "_read")
 
@@ -794,16 +731,6 @@ def stop_before_sealing(step: int) -> None:
         set_label(arena, slot, label)
 
     Arena.set_label = stopping  # type: ignore[method-assign]
-
-
-def inherit_from_a_process_that_has_not_ended(patch: pytest.MonkeyPatch, pid: int) -> None:
-    """Make a trainer that inherits memory believe that this process is a dead trainer that has not ended yet."""
-    inherit, of = SnapshotMemory.inherit, heartbeat.Process.of(pid)
-
-    def lingering(self: SnapshotMemory, hello: Any, fds: list[int]) -> None:
-        inherit(self, msgspec.structs.replace(hello, writing_on=[(of.pid, of.started)]), fds)
-
-    patch.setattr(SnapshotMemory, "inherit", lingering)
 
 
 def before_copies(patch: pytest.MonkeyPatch, act: Callable[[list[Any], bool], object]) -> None:
@@ -898,23 +825,6 @@ def clone_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NewSnapshot, "clone_early", no_clones)
 
 
-def count_copies(patch: pytest.MonkeyPatch) -> list[int]:
-    """Record, for each part of a snapshot from now on, how many device tensors are copied."""
-    copies, copy = list[int](), SlotFiller.copy
-
-    def counted(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
-        copies.append(sum(source.device.type == "cuda" for _, source, _ in pairs))
-        copy(self, pairs, streams, *more)
-
-    patch.setattr(SlotFiller, "copy", counted)
-    return copies
-
-
-def lock_no_pages(patch: pytest.MonkeyPatch) -> None:
-    """Turn off page-locking of snapshot memory."""
-    patch.setattr(PageLocks, "begin", lambda self, arena, where: None)
-
-
 def before_pages_are_locked(patch: pytest.MonkeyPatch, act: Callable[[int, int], object]) -> None:
     """Call `act` with address and size before memory is page-locked."""
     register = device.lock_pages
@@ -950,12 +860,6 @@ def restore_from_memory(cp: ckpt.Checkpointer, step: int, into: dict[str, Any]) 
     assert result.step == step, result.skipped
 
 
-def steps_in_any_memory(cp: ckpt.Checkpointer) -> set[int]:
-    """List the steps that have a snapshot, including snapshots in outgrown memory."""
-    labels = [label for arena in cp._run.supervisor.memory.arenas() for _, label in arena.sealed()]
-    return {label.checkpoint.step for label in labels if label.checkpoint is not None}
-
-
 def finite_in_memory(cp: ckpt.Checkpointer) -> set[bool | None]:
     """Return the values of `finite` of the snapshots in memory."""
     arena = cp._run.stager.arena
@@ -976,16 +880,6 @@ def give_up_slots(cp: ckpt.Checkpointer) -> None:
         pass
 
 
-def slots_held_for_others(cp: ckpt.Checkpointer) -> int:
-    """Count the reasons for which snapshots in memory must not be overwritten."""
-    return cp._run.stager.slots._holds
-
-
-def wait_until_copied(cp: ckpt.Checkpointer, timeout_s: float) -> bool:
-    """Wait until the newest snapshot was copied, without checking that it is intact."""
-    return cp._saver.last.copied.wait(timeout_s)
-
-
 def when_staged(save: ckpt.Save, act: Callable[[], object]) -> None:
     """Call `act` when staging has succeeded or failed."""
     save._staged.add_done_callback(lambda _: act())
@@ -1000,12 +894,6 @@ def guarded(cp: ckpt.Checkpointer) -> dict[str, bool]:
     """Map each tensor to True if only an optimizer writes to it, so that it may be copied during training."""
     reading = cp._run.capture.read()
     return dict(zip([t.name for t in reading.layout.tensors], reading.guarded, strict=True))
-
-
-def worked_out(cp: ckpt.Checkpointer) -> tuple[int, int]:
-    """Return the identities of two cached objects: the layout, and the list of optimizer-owned tensors."""
-    reading = cp._run.capture.read()
-    return id(reading.layout), id(reading.guarded)
 
 
 def updates_announced(cp: ckpt.Checkpointer) -> int:
@@ -1052,11 +940,6 @@ def do_before_it_lets_go_of_memory(cp: ckpt.Checkpointer, act: Callable[[], obje
         return stop(*arguments)
 
     stager.stop = late  # type: ignore[method-assign]
-
-
-def writer_of(cp: ckpt.Checkpointer) -> int:
-    """Return the PID of its writer, even if another job owns the run."""
-    return cp._run.supervisor.client.pid
 
 
 def wait_for_writes(cp: ckpt.Checkpointer, timeout_s: float) -> None:
@@ -1110,11 +993,6 @@ class Contents:
     def names(self) -> list[str]:
         """The tensors in the order of their bytes."""
         return [self.layout.tensors[i].name for i in self.layout.arrangement.order]
-
-    def offset_of(self, name: str) -> int:
-        """The position of the first byte of a tensor."""
-        names = [tensor.name for tensor in self.layout.tensors]
-        return self.layout.arrangement.offsets[names.index(name)]
 
     def name_at(self, position: int) -> str:
         """The tensor that contains this byte."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -18,23 +19,21 @@ import toy
 from processes import PYTHONPATH, eventually, run_script, start_python, writers
 
 STEPS = 60
-
-
 EVERY = 3
-
-
 MEMORY, DISK = "memory", "disk"
 
-
+# Trains the state of a module, which has `build`, `train_step` and `digest` as toy has.
 TRAIN = """
-import logging, os, sys
-import ckpt, toy
+import importlib, json, logging, os, sys
+import ckpt
 
-run, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+run, steps, toy = sys.argv[1], int(sys.argv[2]), importlib.import_module(sys.argv[3])
+settings = json.loads(sys.argv[4])
+build, wait = settings.pop("build", {}), settings.pop("wait", 0)  # its arguments; at which steps commits are waited for
 def tell(word, value):
     print(f"{word} {value}\\n", end="", flush=True)  # in one piece: two threads tell
 
-spares = sys.argv[4:]  # what the writers that replace a killed one are armed with
+spares = sys.argv[5:]  # what the writers that replace a killed one are armed with
 
 class NextWriter(logging.Handler):
     def emit(self, record):
@@ -43,8 +42,8 @@ class NextWriter(logging.Handler):
             os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
 
 logging.getLogger("ckpt").addHandler(NextWriter())
-state, open_saves = toy.build(), []
-with ckpt.Checkpointer(state, ckpt.Tier(run, every=every, keep=2)) as cp:
+state, open_saves = toy.build(**build), []
+with ckpt.Checkpointer(state, ckpt.Tier(run, **settings)) as cp:
     os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
     start = cp.restore(default=0)
     tell("start", start)
@@ -54,6 +53,8 @@ with ckpt.Checkpointer(state, ckpt.Tier(run, every=every, keep=2)) as cp:
         save.wait_staged(60)
         tell("staged", step)
         open_saves += [save] if save.tiers else []
+        if wait and step % wait == 0:
+            cp.wait(60)
         for save in [s for s in open_saves if s.status == "durable"]:
             tell("committed", save.step)
             open_saves.remove(save)
@@ -99,13 +100,20 @@ class Chain:
     run: str
     told: Told
     left: str = MEMORY  # the nearest tier that the last death has left
+    module: str = "toy"  # whose state is trained
+    steps: int = STEPS
+    settings: dict[str, Any] = field(default_factory=lambda: {"every": EVERY, "keep": 2})  # of the tier, and of TRAIN
+
+    def words(self, steps: int) -> list[object]:
+        """The arguments of TRAIN."""
+        return [self.run, steps, self.module, json.dumps(self.settings)]
 
     def train(
-        self, fail: str = "", *, steps: int = STEPS, left: str = MEMORY, spares: tuple[str, ...] = ()
+        self, fail: str = "", *, steps: int = 0, left: str = MEMORY, spares: tuple[str, ...] = ()
     ) -> subprocess.CompletedProcess[str]:
         """Train until the end or a death that leaves the tier `left`; the start must not be before what was safe."""
         safe = self.told.safe(self.left)
-        result = run_script(TRAIN, self.run, steps, EVERY, *spares, fail=fail)
+        result = run_script(TRAIN, *self.words(steps or self.steps), *spares, fail=fail)
         self.told.start = -1
         self.told.hear(result.stdout)
         if self.told.start >= 0:

@@ -200,6 +200,19 @@ def nsenter(first: int, *words: Any) -> list[str]:
     return ["nsenter", "--target", str(first), "--net", "--uts", "--pid", "--mount", "--", *map(str, words)]
 
 
+def fake_meminfo(folder: Path, mib: int) -> list[str]:
+    """Return the beginning of a command line: what it runs finds so much free memory, as its last word says."""
+    enter = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
+    meminfo = folder / f"meminfo-{mib}"
+    meminfo.write_text(f"MemTotal: 9000000 kB\nMemAvailable: {mib << 10} kB\n")
+    command = [*enter, "sh", "-c", 'mount --bind "$0" /proc/meminfo && exec "$@"', str(meminfo)]
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        import pytest
+
+        pytest.skip("this system lets nobody mount something over /proc/meminfo")
+    return command
+
+
 def run_python(
     words: Sequence[Any],
     *,

@@ -311,13 +311,8 @@ def absent_at_closing(root: str, missing: int) -> dict[str, Any]:
 @scenario
 def other_place(root: str) -> dict[str, Any]:
     rank = dist.get_rank()
-    return {"error": failure(lambda: checkpointer(Toy(), f"{root}/{rank}")), "again": again(root + "-again")}
-
-
-@scenario
-def other_cadence(root: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    return {"error": failure(lambda: checkpointer(Toy(), root, every=2 + rank)), "again": again(root)}
+    error = failure(lambda: checkpointer(Toy(), f"{root}/{rank}", every=2 + rank))
+    return {"error": error, "again": again(root + "-again")}
 
 
 @scenario
@@ -457,10 +452,10 @@ def disk_fails(root: str, victim: int, fail: str, steps: int) -> dict[str, Any]:
 
 @scenario
 def staging_fails(root: str, how: str) -> dict[str, Any]:
-    """Rank 1 cannot stage a step: the copy fails, or other code writes to its tensors during or after the copy."""
+    """Rank 1 cannot stage a step: the copy fails, or other code writes to its tensors meanwhile."""
     toy, rank = Toy(), dist.get_rank()
     wide = here(toy.clock.set_to["divided wide"])
-    at = {"written while it is copied": "stage.eager", "written after it was copied": "stage.copied"}.get(how)
+    at = {"written while it is copied": "stage.eager"}.get(how)
 
     def meddle(name: str) -> None:
         if name == at:
@@ -483,20 +478,6 @@ def staging_fails(root: str, how: str) -> dict[str, Any]:
         inside.disarm()
         go(toy, cp, 3).wait_durable(60)
     return {"error": error, "steps": list(steps_of(root)), "again": again(root)}
-
-
-@scenario
-def goes_back_and_closes(root: str) -> dict[str, Any]:
-    """A rollback to a step that is in memory only; nothing is trained after it."""
-    toy = Toy()
-    with checkpointer(toy, root, every=1000) as cp:
-        cp.restore(default=0)
-        for step in (1, 2, 3):
-            go(toy, cp, step)
-        together()
-        back = cp.restore(step=2)
-        wrong = toy.wrong(2)
-    return {"back": back, "wrong": wrong, "again": again(root)}
 
 
 @scenario

@@ -1,17 +1,9 @@
-"""A small, deterministic training run that tests start, kill and start again.
-
-    python -c 'import toy; toy.main()' RUN STEPS [KILL_AT] [EVERY]
-
-Prints, at the end, one JSON line: the step it started at, from which tier, and a digest of everything it trained.
-"""
+"""A small, deterministic training that tests start, kill and start again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import sys
 from typing import Any
 
 import torch
@@ -76,24 +68,3 @@ def reference(steps: int) -> str:
     for _ in range(steps):
         train_step(state)
     return digest(state)
-
-
-def main() -> None:
-    run, steps = sys.argv[1], int(sys.argv[2])
-    kill_at = int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    every = int(sys.argv[4]) if len(sys.argv) > 4 else 10
-    state = build()
-    with ckpt.Checkpointer(state, ckpt.Tier(run, every=every, keep=3)) as cp:
-        start = cp.restore(default=0)
-        restored = cp.last_restore
-        for step in range(start, steps):
-            train_step(state)
-            save = cp.step(step + 1)
-            if step + 1 == kill_at:
-                assert save is not None
-                save.wait_staged(30.0)
-                if save.tiers:
-                    save.wait_durable(30.0)
-                os.kill(os.getpid(), signal.SIGKILL)
-    assert restored is not None
-    print(json.dumps({"start": start, "tier": restored.tier, "verified": restored.verified, "digest": digest(state)}))

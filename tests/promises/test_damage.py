@@ -217,26 +217,6 @@ def test_other_damage_to_any_single_file(small: Objects) -> None:
     print(f"{count} injuries of single files")
 
 
-def test_damage_to_a_data_file_with_several_chunks(large: Objects) -> None:
-    """The same for the newest data file of the larger run: the older checkpoint comes back."""
-    key, dice = select(large, DATA)[-1], random.Random(7)
-    raw = large[key]
-    last = (len(raw) - 1) // PAGE * PAGE
-    for start in (PAGE, PIECE, last):
-        assert (
-            outcome(
-                injured(large, key, raw[:start] + bytes(len(raw[start : start + PAGE])) + raw[start + PAGE :]),
-                LARGE,
-            )
-            == 10
-        )
-    for cut in (0, PAGE, PIECE, len(raw) - 1):
-        assert outcome(injured(large, key, raw[:cut]), LARGE) == 10
-    swapped = raw[:PAGE] + raw[2 * PAGE : 3 * PAGE] + raw[PAGE : 2 * PAGE] + raw[3 * PAGE :]
-    assert outcome(injured(large, key, swapped), LARGE) == 10
-    assert outcome(injured(large, key, raw + dice.randbytes(9)), LARGE) == 10
-
-
 def test_any_two_files_swapped(small: Objects) -> None:
     """Every pair of files: what comes back is true, or an error of ours."""
     keys, seen = sorted(small), Counter[int | None]()
@@ -319,13 +299,6 @@ def test_verify_notices_every_flip_in_the_files_of_a_checkpoint(small: Objects, 
             assert problems_of(injured(small, key, flipped(raw, position, dice.randrange(8))), 20), (key, position)
             count += 1
     print(f"{count} flips, all noticed by verify")
-
-
-def test_verify_notices_missing_and_cut_files(small: Objects) -> None:
-    """Every missing file of a checkpoint, or one that is a byte short, is reported as a problem and raises no error."""
-    for key in [k for k in sorted(small) if inside.step_of_file(k) == 20]:
-        assert problems_of(injured(small, key, None), 20)
-        assert problems_of(injured(small, key, small[key][:-1]), 20)
 
 
 # -- negative controls --

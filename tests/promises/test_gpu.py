@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +11,11 @@ from torch import nn
 
 import ckpt
 import inside
-from boundaries import Run, check_boundaries, close, gradients, memory_ready, read_back
+from boundaries import Run, check_boundaries, gradients, open_run, read_back
 from processes import eventually, run_script
 from toy_states import State, differences, fill, freeze
+
+__all__ = ["open_run"]  # a fixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -25,22 +24,6 @@ LARGE = int(os.environ.get("GPU_TEST_SIDE", "4096"))
 LONG = 2_000_000_000  # cycles, about a second: whatever does not wait for such a kernel is long over when it ends
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-
-
-@pytest.fixture
-def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
-    """A Checkpointer in memory only, closed at the end whatever became of it."""
-    with contextlib.ExitStack() as stack:
-
-        def open_run(state: State, *, every: int = 1, **settings: Any) -> ckpt.Checkpointer:
-            options = ckpt.Options(name="gpu", **settings)
-            cp = ckpt.Checkpointer(state, memory=ckpt.Memory(every=every), options=options)
-            stack.callback(close, cp)
-            cp.restore(default=0)
-            memory_ready(cp)
-            return cp
-
-        yield open_run
 
 
 class Spins:
@@ -206,19 +189,6 @@ def test_negative_control_a_host_that_waits_is_noticed(
     assert spins.ends and not spins.under_way
 
 
-def test_the_host_runs_ahead_of_the_device(open_run: Any) -> None:
-    """The device is a second behind: neither step() nor the next update makes the host wait for it."""
-    run = adamw(fused=True)
-    cp = open_run(run.state)
-    ready(cp, run)
-    torch.cuda._sleep(LONG)
-    behind = torch.cuda.current_stream().record_event()
-    cp.step(2)
-    assert not behind.query(), "step() has waited for the device"
-    run.move(run.state, 3)
-    assert not behind.query(), "the update has waited for the device"
-
-
 def test_the_host_runs_ahead_of_the_device_by_more_than_a_step(open_run: Any) -> None:
     """Even if the last snapshot is not copied yet, the next step() does not wait, and both snapshots are right."""
     run = adamw(fused=True)
@@ -312,43 +282,6 @@ def test_negative_control_buffers_are_overwritten_if_they_are_not_cloned(
     assert "mean" in found and "mine" in found
 
 
-def small(count: int = 40) -> Run:
-    """Many small tensors of several dtypes, and buffers that change at every step."""
-
-    def build() -> State:
-        layers = [nn.Linear(8, 8 + i % 3, device="cuda", dtype=DTYPES[i % 3]) for i in range(count)]
-        model = nn.ModuleList([*layers, *(nn.BatchNorm1d(16, device="cuda") for _ in range(count // 10))])
-        odd = {"turned": torch.randn(3, 5, device="cuda").t(), "none": torch.empty(0, device="cuda")}
-        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True), "odd": odd}
-
-    def move(state: State, step: int) -> None:
-        gradients(state["model"], abs(step))
-        for layer in state["model"]:
-            if isinstance(layer, nn.BatchNorm1d):
-                layer.running_mean.add_(step)
-        state["optim"].step()
-        state["odd"]["turned"].mul_(1.5)
-
-    return Run(build, move)
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-
-
-def test_many_small_tensors_cross_the_bus_together(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of tensors take a few copies, and every snapshot is its boundary."""
-    copies, run = inside.count_copies(monkeypatch), small()
-    cp = open_run(run.state)
-    assert check_boundaries(cp, run, 10) == []
-    assert len(copies) > 10 and max(copies) < 8
-
-
-def test_buffers_that_are_overwritten_at_every_step(open_run: Any) -> None:
-    """The same many times, without anything that is held up."""
-    run = buffers()
-    assert check_boundaries(open_run(run.state), run, 20) == []
-
-
 def test_every_stream_that_updates_waits(open_run: Any, spins: Spins) -> None:
     """Two optimizers, each on a stream of its own: the second one waits for the copy as well."""
 
@@ -397,15 +330,6 @@ def test_memory_that_is_freed_long_before_it_is_copied_is_not_reused(open_run: A
     save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     del filled
-
-
-def test_memory_that_is_not_page_locked(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are slower then, and their own thread waits for them; snapshots are the same."""
-    inside.lock_no_pages(monkeypatch)
-    run = adamw(fused=True)
-    cp = open_run(run.state)
-    assert check_boundaries(cp, run, 10) == []
-    assert inside.page_locks(cp) == {}
 
 
 def test_a_refusal_to_lock_memory_does_not_come_up_later(
@@ -490,53 +414,6 @@ def test_arenas_are_page_locked(open_run: Any) -> None:
     assert inside.page_locks(cp) == {}
 
 
-def test_states_on_host_and_device(open_run: Any) -> None:
-    """A model on the device, an optimizer with its state on the host, buffers on both; restored where they were."""
-
-    def build() -> State:
-        model = nn.Sequential(nn.Linear(512, 512, device="cuda"), nn.Linear(512, 512))
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        return {"model": model, "optim": optim, "mine": {"host": torch.zeros(9), "device": torch.zeros(9).cuda()}}
-
-    def move(state: State, step: int) -> None:
-        gradients(state["model"], abs(step))
-        for p in state["model"].parameters():  # offloaded moments
-            moment = state["optim"].state[p].setdefault("moment", torch.zeros(p.shape))
-            moment.add_(p.grad.cpu())
-        state["mine"]["host"] += step
-        state["mine"]["device"] += step
-        state["optim"].step()
-
-    def offloaded(state: State) -> set[str]:
-        return {s["moment"].device.type for s in state["optim"].state.values()}
-
-    run = Run(build, move)
-    cp = open_run(run.state)
-    for step in range(1, 9):
-        move(run.state, step)
-        boundary = freeze(run.state)
-        save = cp.save(step)
-        save.wait_staged(60.0)
-        assert differences(read_back(cp, step, run.twin), boundary) == []
-    assert offloaded(run.twin) == {"cpu"}
-    assert run.twin["mine"]["device"].is_cuda and not run.twin["mine"]["host"].is_cuda
-
-
-@pytest.mark.parametrize("settings", [{"fused": True}, {"capturable": True}, {"foreach": True}], ids=str)
-def test_optimizer_state_is_created_where_torch_would_put_it(settings: Any) -> None:
-    """Into an optimizer that never stepped: moments on the device, `step` where this kind of optimizer keeps it."""
-    run = adamw(**settings)
-    run.move(run.state, 1)
-    wanted = freeze(run.state)
-    inside.save_and_restore(run.state, run.twin)
-    assert differences(freeze(run.twin), wanted) == []
-
-    def devices(state: State) -> list[dict[str, str]]:
-        return [{k: v.device.type for k, v in values.items()} for values in state["optim"].state.values()]
-
-    assert devices(run.twin) == devices(run.state)
-
-
 def test_an_optimizer_inside_a_graph_is_copied_eagerly_and_exactly(open_run: Any) -> None:
     """Replayed steps run no hooks. That is seen at the capture: from then on the copy comes before training."""
 
@@ -572,82 +449,3 @@ def test_an_optimizer_inside_a_graph_is_copied_eagerly_and_exactly(open_run: Any
     assert [t.data_ptr() for values in optim.state.values() for t in values.values()] == pointers
     assert optim.param_groups[0]["lr"] is rate  # the graph reads this very tensor
     assert differences(freeze(state), boundary) == []
-
-
-def test_saving_while_a_graph_is_captured_elsewhere(open_run: Any) -> None:
-    """A capture in the user's thread and the staging thread's copies do not disturb each other."""
-    run = adamw(fused=True)
-    run.move(run.state, 1)
-    cp = open_run(run.state)
-    cp.save(1).wait_staged(60.0)
-    x, graph, outcome = torch.ones(64, 64, device="cuda"), torch.cuda.CUDAGraph(), list[Any]()
-    x @ x  # cuBLAS cannot begin inside a capture
-    run.move(run.state, 2)
-    boundary = freeze(run.state)
-    save = cp.step(2)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = x @ x
-    worker = threading.Thread(target=lambda: outcome.append(save.wait_staged(60.0)))
-    worker.start()
-    worker.join(60.0)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert outcome and y[0, 0].item() == 64.0
-    assert differences(read_back(cp, 2, run.twin), boundary) == []
-
-
-def test_a_scaler_is_not_disturbed(open_run: Any) -> None:
-    """GradScaler skips infinite steps as without us, and its scale and growth are in the snapshot."""
-
-    def build() -> State:
-        model = nn.Linear(64, 64, device="cuda")
-        return {
-            "model": model,
-            "optim": torch.optim.AdamW(model.parameters(), fused=True),
-            "scaler": torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=3),
-        }
-
-    def move(state: State, step: int) -> None:
-        with torch.autocast("cuda", torch.float16):
-            x = torch.full((2, 64), float(step % 5), device="cuda")
-            loss = state["model"](x).float().pow(2).mean() * (float("inf") if step % 4 == 0 else 1.0)
-        state["optim"].zero_grad()
-        state["scaler"].scale(loss).backward()
-        state["scaler"].step(state["optim"])
-        state["scaler"].update()
-
-    run = Run(build, move)
-    torch.manual_seed(0)
-    alone = build()
-    assert check_boundaries(open_run(run.state), run, 12) == []
-    for step in range(1, 13):
-        move(alone, step)
-        move(alone, -step)
-    assert differences(freeze(alone), freeze(run.state)) == []
-
-
-def test_another_stream_trains(open_run: Any) -> None:
-    """Training on a stream of the user's own: the copy waits for that one, and its updates wait for the copy."""
-    run = adamw(fused=True)
-    cp = open_run(run.state)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        assert check_boundaries(cp, run, 15) == []
-
-
-def test_memory_that_is_freed_while_it_is_copied_is_not_reused(open_run: Any) -> None:
-    """The allocator may not hand out what a snapshot still reads: the state is replaced right after step()."""
-
-    def build() -> State:
-        model = nn.Linear(LARGE, LARGE, device="cuda")
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)  # so that the copy of the weights overlaps
-        return {"mine": {"t": torch.zeros(LARGE, LARGE, device="cuda")}, "model": model, "optim": optim}
-
-    def move(state: State, step: int) -> None:
-        state["mine"]["t"] = torch.full((LARGE, LARGE), float(step), device="cuda")
-        for p in state["model"].parameters():
-            p.data = torch.full_like(p, float(step))
-
-    run = Run(build, move)
-    assert check_boundaries(open_run(run.state), run, 15) == []

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -28,11 +27,10 @@ import ckpt
 import inside
 from ckpt.errors import CheckpointError, SaveError
 from commands import flip
-from inside import INCREMENT_POINTS, WRITER_POINTS, SavedStep
+from inside import INCREMENT_POINTS, SavedStep
 from kills import Chain, Told, Trainer, kill_all, problems
 from model_disk import Volume, volume
-from parallel import free_port, launch
-from processes import eventually, killed, run_script, writers
+from processes import eventually, killed, writers
 from run_files import DATA, INDEX, MANIFEST, checkpoint_files, data_files, pattern, select
 from s3_server import FaultProxy, MotoServer, storage_options
 
@@ -68,7 +66,13 @@ def build(seed: int = 0, size: int = 1100) -> State:
     }
     plain["half"].copy_(plain["master"])
     optim = torch.optim.AdamW(model["lora"].parameters(), lr=1e-2)
-    return {"model": model, "optim": optim, "plain": plain, "rng": ckpt.RNG()}
+    return {"model": model, "optim": optim, "plain": plain, "rng": ckpt.RNG(), "meta": {"steps": 0}}
+
+
+def train_step(state: State) -> None:
+    """For `kills.TRAIN`."""
+    state["meta"]["steps"] += 1
+    train(state, state["meta"]["steps"])
 
 
 def train(state: State, step: int) -> None:
@@ -187,51 +191,6 @@ def test_every_step_restores_bit_exactly(compression: str, run_dir: str, capsys:
             assert differing(other, wanted[step]) == []
 
 
-RANKS = """
-import sys
-import torch, torch.distributed as dist
-import ckpt
-from torch import nn
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-net = nn.ModuleDict({"frozen": nn.Linear(700, 700).requires_grad_(False), "head": nn.Linear(700, 30)})
-net["head"] = nn.parallel.DistributedDataParallel(net["head"])
-optim = torch.optim.AdamW(net["head"].parameters(), lr=1e-2)
-half = {"w": torch.zeros(30, 700, dtype=torch.bfloat16)}
-tier = ckpt.Tier(sys.argv[1], every=1, keep=5, compression=sys.argv[2])
-with ckpt.Checkpointer({"model": net, "optim": optim, "half": half}, [tier]) as cp:
-    cp.restore(default=0)
-    for step in range(1, 6):
-        optim.zero_grad()
-        x = torch.randn(4, 700, generator=torch.Generator().manual_seed(step))
-        net["head"](net["frozen"](x)).pow(2).mean().backward()
-        optim.step()
-        with torch.no_grad():
-            half["w"].copy_(net["head"].module.weight)
-        cp.step(step).wait_durable(60)
-        if dist.get_rank() == 0:
-            torch.save({**net.state_dict(), "half": half["w"]}, f"{sys.argv[1]}.{step}.pt")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
-def test_single_process_reads_a_checkpoint_of_two_ranks(compression: str, run_dir: str) -> None:
-    """Each rank takes its own share from the checkpoint before; merged, one process reads every step."""
-    for done in launch(2, RANKS, run_dir, compression, port=free_port()):
-        assert done.returncode == 0, done.stderr[-3000:]
-    found = inside.history(run_dir)
-    assert [step for step, saved in found.items() if not saved.full] == [5, 4, 3]
-    for step, saved in found.items():
-        assert saved.ranks == {0, 1}
-        expected = torch.load(f"{run_dir}.{step}.pt", weights_only=True)
-        loaded = ckpt.load(run_dir, step=step)
-        assert torch.equal(loaded["half.w"], expected.pop("half"))
-        for name, tensor in expected.items():
-            assert torch.equal(loaded[f"model.{name.replace('head.module.', 'head.')}"], tensor), name
-
-
 # -- what is kept, and what it costs --
 
 
@@ -249,13 +208,13 @@ FROZEN, SLOW, MOVING = 600 * 600 * 4, 5 * 100 * 100 * 4, 100 * 100 * 4
 
 @pytest.mark.parametrize("keep, full_every, compression", [(3, 2, "zstd"), (2, 1000, "none")])
 def test_exactly_the_needed_data_files_stay(keep: int, full_every: int, compression: str, run_dir: str) -> None:
-    """Over forty checkpoints, every data file that a live one names exists, the newest and the two newest full ones
+    """Over many checkpoints, every data file that a live one names exists, the newest and the two newest full ones
     stay, and an increment stores only changes. At the end, no unreferenced data file is left."""
     state, before = small_state(), dict[str, int]()
     tier = ckpt.Tier(run_dir, every=1, keep=keep, full_every=full_every, compression=compression)
     with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
-        for step in range(1, 43):
+        for step in range(1, 25):
             state["moving"]["w"] += torch.randn(100, 100)
             state["slow"][f"w{step % 5}"] += 1.0
             save = cp.step(step)
@@ -334,95 +293,26 @@ def test_increment_fails_and_next_is_full_if_its_base_is_gone(
 
 # -- deaths --
 
-STEPS = 24
-KILLED = """
-import logging, os, sys
-import ckpt, test_increments as t
 
-run, steps, compression = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-spares = sys.argv[4:]
-
-class NextWriter(logging.Handler):
-    def emit(self, record):
-        if "started a new writer" in record.getMessage():
-            print("replaced", 1, flush=True)
-            os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
-
-logging.getLogger("ckpt").addHandler(NextWriter())
-state, open_saves = t.build(size=300), []
-tier = ckpt.Tier(run, every=2, keep=3, full_every=4, compression=compression)
-with ckpt.Checkpointer(state, [tier]) as cp:
-    os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
-    start = cp.restore(default=0)
-    print("start", start, flush=True)
-    for step in range(start + 1, steps + 1):
-        t.train(state, step)
-        save = cp.step(step)
-        save.wait_staged(60)
-        print("staged", step, flush=True)
-        open_saves += [save] if save.tiers else []
-        if save.tiers and step % 4 == 0:
-            cp.wait(60)
-        for save in [s for s in open_saves if s.status == "durable"]:
-            print("committed", save.step, flush=True)
-            open_saves.remove(save)
-print("closed", steps, flush=True)
-print("digest", t.digest(state), flush=True)
-"""
-MOMENTS = [p for p in (*WRITER_POINTS, *INCREMENT_POINTS) if p not in ("mirror.taken", "drain.started")]
-SAVING = [p for p in MOMENTS if p not in ("acquire.done", "recover.done")]
-
-
-class Increments(Chain):
+def chain(run: str, compression: str) -> Chain:
     """A run of increments, and the processes that train it one after the other."""
-
-    compression = "none"
-
-    def train(
-        self, fail: str = "", *, steps: int = STEPS, left: str = "memory", spares: tuple[str, ...] = ()
-    ) -> subprocess.CompletedProcess[str]:
-        safe = self.told.safe(self.left)
-        result = run_script(KILLED, self.run, steps, self.compression, *spares, fail=fail)
-        self.told.start = -1
-        self.told.hear(result.stdout)
-        if self.told.start >= 0:
-            assert self.told.start >= safe, f"{fail}: {safe} was safe, went on at {self.told.start}"
-        self.left = left if self.told.start >= 0 or left == "disk" else self.left
-        return result
-
-    def end(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        result = self.train()
-        assert result.returncode == 0, result.stderr
-        self.check(folder, capsys)
-
-    def check(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Check that every bit equals an undisturbed run, all kept checkpoints are intact, and `gc` can delete the
-        rest."""
-        assert self.told.digest == undisturbed()
-        assert verified(self.run, capsys) == []
-        assert problems(self.run) == []
-        assert any(not saved.full for saved in inside.history(self.run).values()), "not a run of increments"
-        inside.command("gc", self.run, "--yes", "--json")  # what a death left between PLAN and deletion
-        assert named(self.run) == data_files_in(self.run).keys()
-        assert eventually(lambda: not writers(folder)), "a process is left"
+    tier = {"every": 2, "keep": 3, "full_every": 4, "compression": compression}
+    settings = {"build": {"size": 300}, "wait": 4, **tier}
+    return Chain(run, Told(), module="test_increments", steps=24, settings=settings)
 
 
-_undisturbed: list[str] = []
-
-
-def undisturbed() -> str:
-    if not _undisturbed:
-        state = build(size=300)
-        for step in range(1, STEPS + 1):
-            train(state, step)
-        _undisturbed.append(digest(state))
-    return _undisturbed[0]
-
-
-def chain(run: str, compression: str) -> Increments:
-    made = Increments(run, Told())
-    made.compression = compression
-    return made
+def check(chain: Chain, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that every bit equals an undisturbed run, all kept checkpoints are intact, and `gc` can delete the rest."""
+    state = build(size=300)
+    for _ in range(chain.steps):
+        train_step(state)
+    assert chain.told.digest == digest(state)
+    assert verified(chain.run, capsys) == []
+    assert problems(chain.run) == []
+    assert any(not saved.full for saved in inside.history(chain.run).values()), "not a run of increments"
+    inside.command("gc", chain.run, "--yes", "--json")  # what a death left between PLAN and deletion
+    assert named(chain.run) == data_files_in(chain.run).keys()
+    assert eventually(lambda: not writers(folder)), "a process is left"
 
 
 @pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
@@ -437,45 +327,14 @@ def test_deaths_while_an_increment_is_saved(
     result = run.train(fails[0], spares=(*fails[1:], "writer/index.stored:kill:2"))
     assert result.returncode == 0, result.stderr
     assert run.told.replaced >= len(INCREMENT_POINTS)
-    run.check(own_sockets, capsys)
+    check(run, own_sockets, capsys)
     shutil.rmtree(run_dir)
     kill_all(writers(own_sockets))
     run = chain(run_dir, compression)
     assert killed(run.train(last, left="disk"))
     kill_all(writers(own_sockets))
-    run.end(own_sockets, capsys)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-@pytest.mark.parametrize("point, nth", [(p, n) for p in SAVING for n in (1, 2, 4) if (p, n) != ("log.synced", 1)])
-def test_the_writer_dies_at_a_point(
-    point: str, nth: int, compression: str, run_dir: str, own_sockets: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Three times in one run, wherever it is: it is replaced, and training notices nothing."""
-    fail = f"writer/{point}:kill:{nth}"
-    run = chain(run_dir, compression)
-    result = run.train(fail, spares=(fail, fail))
-    assert result.returncode == 0, result.stderr
-    assert run.told.replaced >= 1
-    run.check(own_sockets, capsys)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-@pytest.mark.parametrize("left", ["memory", "disk"])
-@pytest.mark.parametrize("point", [*SAVING, "drain.started"])
-def test_both_die_at_a_point(
-    point: str, left: str, compression: str, run_dir: str, own_sockets: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The trainer, and with it or after it the writer: from memory, or from what is on the disk alone."""
-    run = chain(run_dir, compression)
-    for nth in (2, 3):
-        trainer = f"trainer/{'stage.copied' if left == 'disk' else 'stage.sealed'}:kill:{2 * nth + 3}"
-        run.train(f"{trainer},writer/{point}:kill:{nth}" if left == "disk" else trainer, left=left)
-        if left == "disk":
-            kill_all(writers(own_sockets))
-    run.end(own_sockets, capsys)
+    assert run.train().returncode == 0
+    check(run, own_sockets, capsys)
 
 
 # -- other processes in the same tier --
@@ -539,28 +398,6 @@ def test_cleaners_and_a_trainer_share_a_tier(compression: str, run_dir: str) -> 
     with ckpt.Checkpointer(other, run_dir) as cp:
         assert cp.restore() == max(saved)
         assert max(saved) < 39 or differing(other, wanted) == []
-
-
-def test_sources_of_increments_are_retracted(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest checkpoint, a source of the next one, is retracted repeatedly, and later those below it: all live
-    checkpoints stay readable, and training continues."""
-    state = build(size=300)
-    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")) as cp:
-        cp.restore(default=0)
-        for step in range(1, 16):
-            train(state, step)
-            save = cp.step(step)
-            assert save is not None
-            save.wait_durable(60)
-            if step % 3 == 0:
-                assert inside.take_back(run_dir, lambda steps: steps[:1]) == [step]
-                assert inside.lasting_problems_at(run_dir) == []
-        for step in (16, 17, 18):
-            train(state, step)
-            cp.save(step).wait_durable(60)
-    assert inside.steps_at(run_dir)[:4] == [18, 17, 16, 14]
-    assert verified(run_dir, capsys) == []
-    assert named(run_dir) == data_files_in(run_dir).keys()
 
 
 # -- damage --
@@ -648,7 +485,7 @@ def test_next_checkpoint_is_not_built_on_damage_that_reading_back_has_found(keep
 
     Control: with keep=50 nothing is deleted and nothing is read, so the next checkpoint refers to the damaged file.
     """
-    state, numbers = build(), count(1)
+    state, numbers, errors = build(), count(1), list[str]()
     tier = ckpt.Tier(run_dir, every=1, keep=keep, full_every=1000, compression="none")
     cp = ckpt.Checkpointer(state, [tier])
     cp.restore(default=0)
@@ -657,8 +494,10 @@ def test_next_checkpoint_is_not_built_on_damage_that_reading_back_has_found(keep
         """Return the position of the frozen layer."""
         step = next(numbers)
         train(state, step)
-        with contextlib.suppress(SaveError):  # of the damage that clean-up has noticed
+        try:
             cp.save(step).wait_durable(60)
+        except SaveError as error:  # of the damage that clean-up has noticed
+            errors.append(str(error))
         return inside.newest(run_dir).place_of("model.frozen.weight")
 
     try:
@@ -675,6 +514,7 @@ def test_next_checkpoint_is_not_built_on_damage_that_reading_back_has_found(keep
         with contextlib.suppress(SaveError):
             cp.close()
     assert healed == (problems == []) == (keep == 2)
+    assert all("ckpt repair" in error and "Training can continue" in error for error in errors)
 
 
 # -- full disks --
@@ -761,37 +601,6 @@ def bucket(url: str, server: MotoServer | FaultProxy, **settings: Any) -> ckpt.T
     return ckpt.Tier(url, storage_options=storage_options(server.url, **QUICK), **settings)
 
 
-def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: FaultProxy, url: str) -> None:
-    """If the bucket rejects data files, that save fails with the reason, leaves nothing, and the next one builds on the
-    existing files. Requests that fail once are retried. A restore from the bucket has every bit."""
-    state = build(size=300)
-    with ckpt.Checkpointer(state, bucket(url, proxy)) as cp:
-        cp.restore(default=0)
-        for step in range(1, 8):
-            train(state, step)
-            if step == 4:
-                proxy.fail("status", method="PUT", match=pattern(DATA), count=1000, code=403, s3_code="AccessDenied")
-            if step == 6:
-                proxy.fail("status", method="PUT", match=pattern(DATA), count=2, code=503)
-            save = cp.save(step)
-            if step == 4:
-                with pytest.raises(SaveError):
-                    save.wait_durable(60)
-                proxy.clear()
-            else:
-                save.wait_durable(60)
-        wanted = frozen_copy(state)
-    inside.use_options(url, storage_options(moto.url))
-    found = inside.history(url)
-    assert [step for step, saved in found.items() if not saved.full] == [7, 6, 5, 3][: len(found) - 2]
-    assert 4 not in found and inside.lasting_problems_at(url) == []
-    assert not any(saved.encodings["delta"] for saved in found.values()), "bases were fetched from there"
-    other = build(seed=2, size=300)
-    with ckpt.Checkpointer(other, bucket(url, moto)) as cp:
-        assert cp.restore() == 7
-    assert differing(other, wanted) == []
-
-
 def file_reads(proxy: FaultProxy) -> list[str]:
     return [path for path in proxy.paths() if path.startswith("GET") and re.search(pattern(DATA), path)]
 
@@ -827,36 +636,6 @@ def test_tier_is_raw_in_the_folder_and_compressed_in_the_bucket(
         for step in (10, 8, 4):
             assert cp.restore(step=step) == step
             assert differing(other, wanted[step]) == []
-
-
-def test_missing_base_in_the_folder_does_not_fail_the_bucket(moto: MotoServer, url: str, run_dir: str) -> None:
-    """The base of deltas in the bucket is retracted in the folder: the next one in the bucket is stored without it, and
-    every bit is restored."""
-    state = build(size=300)
-    near, far = ckpt.Tier(run_dir, every=1, keep=8, compression="none"), bucket(url, moto)
-    with ckpt.Checkpointer(state, [near, far]) as cp:
-        cp.restore(default=0)
-
-        def save(step: int) -> SavedStep:
-            train(state, step)
-            cp.save(step).wait_durable(60, tier="all")
-            return newest(url)
-
-        inside.use_options(url, storage_options(moto.url))
-        assert [save(step).bases_of("plain.master") for step in (1, 2, 3, 4)] == [set(), set(), {2}, {2}]
-        kept = inside.steps_at(run_dir)
-
-        inside.take_back(run_dir, lambda steps: steps[1:])
-        assert len(kept) > len(inside.steps_at(run_dir)) == 1
-        inside.command("gc", run_dir, "--yes", "--json")
-        save(5)
-        assert save(6).bases_of("plain.master") <= {4, 5}
-        wanted = frozen_copy(state)
-    assert inside.lasting_problems_at(url) == []
-    other = build(seed=2, size=300)
-    with ckpt.Checkpointer(other, bucket(url, moto)) as cp:
-        assert cp.restore() == 6
-    assert differing(other, wanted) == []
 
 
 TWO_PLACES = """

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,11 +27,9 @@ class Job:
 
     def __init__(self, folder: Path, options: dict[str, Any], *, ranks: int = 2, restarts: int = 3) -> None:
         self.lines: list[Line] = []
-        self._news: queue.Queue[Line | None] = queue.Queue()
         self.errors = folder / "errors"
-        path = PYTHONPATH
         # torchrun's agent keeps its store over restarts, and gloo then reads addresses of the dead (pytorch 135712).
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         with self.errors.open("wb") as errors:
@@ -44,30 +40,18 @@ class Job:
                 env=environment,
                 text=True,
             )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for text in self.process.stdout:
             if text.startswith("{"):
-                line = json.loads(text)
-                self.lines.append(line)
-                self._news.put(line)
-        self._news.put(None)
-
-    def until(self, wanted: Callable[[Line], bool], timeout_s: float = 60.0) -> Line:
-        """The next line that is wanted."""
-        end = time.monotonic() + timeout_s
-        while True:
-            line = self._news.get(timeout=max(0.1, end - time.monotonic()))
-            assert line is not None, f"the job ended: {self.errors.read_text()[-2000:]}"
-            if wanted(line):
-                return line
+                self.lines.append(json.loads(text))
 
     def finish(self, timeout_s: float = 90.0) -> int:
         code = self.process.wait(timeout_s)
-        while self._news.get(timeout=10) is not None:
-            pass
+        self._reader.join(10)
         return code
 
     def said(self, what: str, **fields: Any) -> list[Line]:
@@ -189,8 +173,7 @@ def test_memory_is_released_after_an_exception_without_a_restart(start: Callable
 def test_negative_control_without_memory_more_is_lost(start: Callable[..., Job], reference: dict[int, str]) -> None:
     """The same kill with the writers killed as well costs all steps since the last durable one."""
     job = start(fault={"kind": "stop", "ranks": [0, 1], "at": AT + 5}, durable=30)
-    for _ in range(2):
-        job.until(lambda line: line["say"] == "fault")
+    assert eventually(lambda: len(job.said("fault")) == 2, 60)
     for process in writers(Path(os.environ["CKPT_RUNTIME_DIR"])):
         process.kill()
     for pid in job.pids():
@@ -203,19 +186,19 @@ def test_emergency_saves_are_of_the_same_step_on_all_ranks(start: Callable[..., 
     """However many ranks get requests, in any order or simultaneously, all save the same step, and training
     continues."""
     job = start(steps=100_000)
-    job.until(lambda line: line["say"] == "done" and line["step"] == 10)
+    assert eventually(lambda: bool(job.said("done", step=10)), 60), job.errors.read_text()[-2000:]
     pids, run = job.pids(), tmp_path / "run"
 
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+
     def committed() -> list[int]:
-        path = f"{REPO}:{REPO / 'backends'}"
         command = [sys.executable, "-m", "ckpt", "ls", str(run), "--json"]
-        found = run_python(command, capture_output=True, env={**os.environ, "PYTHONPATH": path}, check=True)
+        found = run_python(command, capture_output=True, env=environment, check=True)
         return [row["step"] for row in json.loads(found.stdout)["checkpoints"]]
 
     def ask() -> None:
-        path = f"{REPO}:{REPO / 'backends'}"
         command = [sys.executable, "-m", "ckpt", "trigger", str(run), "--why", "test"]
-        run_python(command, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL)
+        run_python(command, env=environment, check=True, stdout=subprocess.DEVNULL)
 
     def both() -> None:
         for pid in pids:

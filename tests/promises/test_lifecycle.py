@@ -6,9 +6,7 @@ import contextlib
 import gc
 import json
 import logging
-import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -93,47 +91,6 @@ def test_close_twice_and_use_after_close(run_dir: str) -> None:
     assert steps_on_disk(run_dir) == [2]
 
 
-def test_exception_in_the_loop_stays_and_the_newest_step_is_durable(run_dir: str, own_sockets: Path) -> None:
-    """The user's own error comes out of the with-block, and the last step is on disk."""
-    state = toy.build()
-    with pytest.raises(ZeroDivisionError) as raised:
-        with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
-            train(cp, state, 1, 3)
-            _ = 1 / 0
-    assert not getattr(raised.value, "__notes__", [])
-    assert steps_on_disk(run_dir)[0] == 3
-    assert eventually(lambda: not writers(own_sockets))
-
-
-def test_exception_in_the_loop_is_not_replaced_by_a_failing_close(run_dir: str) -> None:
-    """When closing fails as well, the user's error comes out and carries a note about the other."""
-    state = toy.build()
-    with pytest.raises(ZeroDivisionError) as raised:
-        with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
-            train(cp, state, 1, 3)
-            Path(run_dir, DATA_FOLDER).write_text("in the way")
-            _ = 1 / 0
-    assert "closing the Checkpointer failed" in raised.value.__notes__[0]
-
-
-def test_close_keeps_the_newest_staged_step_though_a_later_one_was_dropped(run_dir: str) -> None:
-    """A last step that could not be staged does not take the one before it along."""
-    state = toy.build()
-    cp = ckpt.Checkpointer(state, **rare(run_dir))
-    train(cp, state, 1, 3)
-    state["big"] = torch.zeros(64 << 20, dtype=torch.uint8)  # fits into no slot that is there
-    toy.train_step(state)
-    dropped = cp.step(4)
-    assert dropped is not None
-    newest = 3
-    with contextlib.suppress(ckpt.errors.SkippedError):
-        dropped.wait_staged(60)
-        newest = 4  # its memory was made in time
-    toy.train_step(state)  # else it would be staged now
-    cp.close()
-    assert steps_on_disk(run_dir)[0] == newest
-
-
 def test_close_keeps_what_was_restored_from_memory_alone(run_dir: str) -> None:
     """A step that was brought back from memory, with nothing trained after it, is durable after close()."""
     folder = Path(run_dir, DATA_FOLDER)
@@ -149,42 +106,8 @@ def test_close_keeps_what_was_restored_from_memory_alone(run_dir: str) -> None:
     assert steps_on_disk(run_dir)[0] == 5
 
 
-def test_close_says_when_it_takes_too_long(run_dir: str, own_sockets: Path) -> None:
-    """With a store that hangs close() ends at its deadline, and the writer finishes when the store is back."""
-    state = toy.build()
-    cp = ckpt.Checkpointer(state, **rare(run_dir))
-    train(cp, state, 1, 2)
-    with stopped(writers(own_sockets)):
-        with pytest.raises(ckpt.errors.DeadlineError):
-            cp.close(timeout_s=0.2)
-    assert eventually(lambda: steps_on_disk(run_dir) == [2])
-    assert eventually(lambda: not writers(own_sockets)), "a process is left"
-
-
-def test_nothing_is_left_after_many_lives(run_dir: str, own_sockets: Path) -> None:
-    """Hooks, threads, descriptors and writers are as before after some lives."""
-
-    def live(i: int) -> None:
-        state = toy.build()
-        with ckpt.Checkpointer(state, f"{run_dir}{i}") as cp:
-            train(cp, state, 1, 1)
-
-    def held() -> tuple[int, int, int]:
-        gc.collect()
-        me = psutil.Process()
-        return threading.active_count(), me.num_fds(), len(writers(own_sockets)) + len(me.children())
-
-    live(0)
-    before = held()
-    for i in range(1, 6):
-        live(i)
-    assert eventually(lambda: held() <= before), (before, held())
-    assert all(now <= then for now, then in zip(held(), before, strict=True)), (before, held())
-    assert not _global_optimizer_pre_hooks
-
-
 def test_negative_control_an_open_one_is_seen(run_dir: str, own_sockets: Path) -> None:
-    """The processes and files that the last test counts exist while a Checkpointer is open."""
+    """What `test_nothing_outlives_close` counts exists while a Checkpointer is open."""
     me = psutil.Process()
     gc.collect()
     before = threading.active_count(), me.num_fds(), len(writers(own_sockets))
@@ -192,115 +115,6 @@ def test_negative_control_an_open_one_is_seen(run_dir: str, own_sockets: Path) -
         during = threading.active_count(), me.num_fds(), len(writers(own_sockets))
         assert _global_optimizer_pre_hooks
     assert all(now > then for now, then in zip(during, before, strict=True))
-
-
-def test_writer_leaves_at_its_deadline(run_dir: str, own_sockets: Path) -> None:
-    """After the trainer's death the memory is held for linger_s and no longer; the ring is on disk by then."""
-    code = f"""
-import os, ckpt, toy
-state = toy.build()
-cp = ckpt.Checkpointer(state, ckpt.Tier({run_dir!r}, every=1000), memory=ckpt.Memory(linger_s=0.5))
-for step in range(1, 6):
-    toy.train_step(state)
-    cp.step(step).wait_staged(60)
-os._exit(0)
-"""
-    assert run_script(code).returncode == 0
-    assert eventually(lambda: not writers(own_sockets))
-    assert steps_on_disk(run_dir)[0] == 5
-
-
-def test_negative_control_the_default_deadline_is_long(run_dir: str, own_sockets: Path) -> None:
-    """A writer that may linger does so: what the last test sees is the deadline."""
-    abandon(run_dir, 2)
-    assert eventually(lambda: 2 in steps_on_disk(run_dir))
-    assert not eventually(lambda: not writers(own_sockets), 0.8)
-
-
-# -- forks --
-
-
-def in_fork(work: Callable[[], object]) -> str:
-    """Run `work` in a forked child. Return "ok", or its error."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            said = "ok"
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
-        os._exit(0)
-    os.close(writing)
-    os.waitpid(child, 0)
-    with os.fdopen(reading) as pipe:
-        return pipe.read()
-
-
-def small_update() -> None:
-    """An optimizer step, small enough for a forked child: torch's own threads do not survive a fork."""
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.ones(1)
-    torch.optim.SGD([parameter], lr=0.1).step()
-
-
-def test_fork_may_not_save_and_harms_nothing(run_dir: str, own_sockets: Path) -> None:
-    """Every call in a forked child raises ClosedError; its close() and its end do not touch the parent's run."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
-        train(cp, state, 1, 2)
-        for call in (lambda: cp.step(3), cp.save, cp.restore, lambda: cp.save(3)):
-            assert in_fork(call).startswith("ClosedError")
-        assert in_fork(cp.close) == "ok"
-        assert in_fork(small_update) == "ok"
-        assert writers(own_sockets)
-        train(cp, state, 3, 4)
-    assert steps_on_disk(run_dir)[0] == 4
-    assert problems(run_dir) == []
-
-
-def test_fork_that_exits_like_python_harms_nothing(run_dir: str) -> None:
-    """A child that runs exit handlers (as os.fork() users do) leaves the parent's writer alone."""
-    code = f"""
-import os, sys, ckpt, toy
-state = toy.build()
-with ckpt.Checkpointer(state, ckpt.Tier({run_dir!r}, every=1000)) as cp:
-    for step in range(1, 4):
-        toy.train_step(state)
-        cp.step(step).wait_staged(60)
-    if os.fork() == 0:
-        sys.exit(0)
-    os.wait()
-    toy.train_step(state)
-    cp.step(4).wait_staged(60)
-"""
-    result = run_script(code)
-    assert result.returncode == 0, result.stderr
-    assert steps_on_disk(run_dir)[0] == 4
-
-
-class Numbers(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_data_loader_with_forked_workers(run_dir: str) -> None:
-    """Loader processes forked while a Checkpointer is open work, and saving continues."""
-    state = toy.build()
-    loader = torch.utils.data.DataLoader(
-        Numbers(), batch_size=2, num_workers=2, multiprocessing_context=multiprocessing.get_context("fork")
-    )
-    with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
-        for step, batch in enumerate(loader, start=1):
-            assert batch.tolist() == [2 * step - 2, 2 * step - 1]
-            train(cp, state, step, step)
-    assert steps_on_disk(run_dir)[0] == 4
-    assert problems(run_dir) == []
 
 
 # -- places that cannot be used --
@@ -390,21 +204,6 @@ def test_step_without_restore(run_dir: str) -> None:
         assert cp.restore() == 2
         train(cp, state, 3, 3)
     assert steps_on_disk(run_dir) == [3, 2]
-
-
-def test_step_without_restore_beside_memory_alone(run_dir: str) -> None:
-    """The same where only memory holds steps, with and without a durable tier."""
-    ckpt.Checkpointer(toy.build(), **rare(run_dir)).close()
-    Path(run_dir, DATA_FOLDER).write_text("in the way")
-    abandon(run_dir, 3)
-    cp = ckpt.Checkpointer(toy.build(), **rare(run_dir))
-    try:
-        with pytest.raises(ckpt.errors.UsageError, match="restore"):
-            cp.step(1)
-        assert cp.restore(default=0) == 3
-    finally:
-        Path(run_dir, DATA_FOLDER).unlink()
-        cp.close()
 
 
 def test_steps_only_go_up(run_dir: str) -> None:
@@ -570,23 +369,6 @@ def test_handle_waits_no_longer_than_told(run_dir: str, own_sockets: Path) -> No
         assert save.wait_durable(60).step == 2
 
 
-def test_two_tiers_with_their_own_cadences(tmp_path: Path) -> None:
-    """Each place gets the steps that are due there, and at the end the last one."""
-    near, far = str(tmp_path / "near"), str(tmp_path / "far")
-    state = toy.build()
-    tiers = [ckpt.Tier(near, every=2, keep=20), ckpt.Tier(far, every=3, keep=20)]
-    with ckpt.Checkpointer(state, tiers) as cp:
-        save = train(cp, state, 1, 12)
-        assert save is not None
-        assert save.wait_durable(60, tier=f"file://{far}").step == 12
-        train(cp, state, 13, 13)
-    assert steps_on_disk(near) == [13, 12, 10, 8, 6, 4, 2]
-    assert steps_on_disk(far) == [13, 12, 9, 6, 3]
-    assert problems(near) == problems(far) == []
-    with ckpt.Checkpointer(state, tiers) as cp:
-        assert cp.restore() == 13
-
-
 def test_busy_skip(run_dir: str, own_sockets: Path) -> None:
     """When the store hangs, steps are skipped, never waited for; what was due is written once it is back."""
     state = toy.build()
@@ -631,21 +413,6 @@ def test_busy_wait_has_a_deadline(run_dir: str, own_sockets: Path) -> None:
     assert problems(run_dir) == []
 
 
-def test_busy_wait_goes_on_when_the_store_is_back(run_dir: str, own_sockets: Path) -> None:
-    """A wait ends when a slot is free, and no step is lost."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=50)], memory=None) as cp:
-        train(cp, state, 1, 1)
-        cp.wait(60)
-        frozen = writers(own_sockets)
-        with stopped(frozen):
-            thaw = threading.Timer(0.5, lambda: [process.resume() for process in frozen])
-            thaw.start()
-            train(cp, state, 2, 8)
-            thaw.join()
-    assert steps_on_disk(run_dir) == list(range(8, 0, -1))
-
-
 # -- memory --
 
 
@@ -687,27 +454,6 @@ def test_state_that_grows(run_dir: str, own_sockets: Path) -> None:
         assert toy.digest(small) == toy.reference(5)
 
 
-def test_memory_refused_by_a_limit(run_dir: str) -> None:
-    """If the kernel refuses address space, opening and saving fail with our errors, or work; nothing is torn."""
-    code = f"""
-import resource, torch, ckpt
-state = {{"w": torch.zeros(96 << 20, dtype=torch.uint8)}}
-with ckpt.Checkpointer(state, ckpt.Tier({run_dir!r}, every=1)) as cp:
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-    try:
-        save = cp.step(1)
-        print("saved" if save and save.wait_durable(60).step == 1 else "refused")
-    except ckpt.CheckpointError as error:
-        print("refused", type(error).__name__, error)
-"""
-    result = run_script(code)
-    assert result.stdout.startswith(("saved", "refused")), result.stderr
-    if result.stdout.startswith("saved"):
-        assert steps_on_disk(run_dir) == [1]
-    assert problems(run_dir) == []
-
-
 # -- failures in the background --
 
 
@@ -743,8 +489,8 @@ def committed(save: ckpt.Save | None) -> None:
     save.wait_durable(60)
 
 
-def test_failed_step_can_be_saved_again(run_dir: str) -> None:
-    """save() of a step whose write failed writes it once more."""
+def test_failed_step_is_told_once_and_can_be_saved_again(run_dir: str) -> None:
+    """An error that its handle has raised is not raised by the next call as well. save() writes that step once more."""
     state = toy.build()
     folder = Path(run_dir, DATA_FOLDER)
     with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1)) as cp:
@@ -754,19 +500,6 @@ def test_failed_step_can_be_saved_again(run_dir: str) -> None:
             committed(cp.step(1))
         folder.unlink()
         assert cp.save().wait_durable(60).step == 1
-    assert steps_on_disk(run_dir) == [1]
-
-
-def test_failure_that_was_told_is_not_told_again(run_dir: str) -> None:
-    """An error that its handle has raised does not come out of the next call as well."""
-    state = toy.build()
-    folder = Path(run_dir, DATA_FOLDER)
-    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1)) as cp:
-        folder.write_text("in the way")
-        toy.train_step(state)
-        with pytest.raises(ckpt.errors.SaveError):
-            committed(cp.step(1))
-        folder.unlink()
         train(cp, state, 2, 2)
 
 
@@ -801,20 +534,6 @@ def test_close_logs_an_error_if_every_save_failed(run_dir: str, caplog: pytest.L
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
         "step 2 was the last step, but no tier has a step of this job attempt"
     ]
-
-
-def test_saving_recovers_after_the_folder_of_data_files_is_removed(run_dir: str) -> None:
-    """If a folder of the run is removed, saves fail or create it again; saving recovers."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), options=ckpt.Options(on_error="warn")) as cp:
-        saved = train(cp, state, 1, 1)
-        assert saved is not None and saved.wait_durable(60)
-        shutil.rmtree(Path(run_dir, DATA_FOLDER))
-        with contextlib.suppress(ckpt.errors.SaveError):
-            train(cp, state, 2, 2)
-            cp.save().wait_durable(60)
-        last = train(cp, state, 3, 3)
-        assert last is not None and last.wait_durable(60).step == 3
 
 
 def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -873,32 +592,6 @@ def test_why_no_new_writer_starts_is_said(run_dir: str, own_sockets: Path, monke
         cp.close()
 
 
-REMOVED = """
-import os, sys, pathlib, toy, ckpt
-import inside
-import pytest
-from processes import writers
-
-state = toy.build()
-with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=100_000)) as cp:
-    cp.restore(default=0)
-    for step in range(1, 100_000):
-        toy.train_step(state)
-        cp.step(step)
-        if step == 3:
-            cp.save().wait_staged(60)
-            inside.run_in_writers(pytest.MonkeyPatch(), "import everystep_was_removed", instead=True)
-            [writer.kill() for writer in writers(pathlib.Path(os.environ["CKPT_RUNTIME_DIR"]))]
-"""
-
-
-def test_memory_that_ends_with_the_trainer_is_not_said_to_hold_a_step(run_dir: str) -> None:
-    """The last log lines when no writer can be started: the reason, and that nothing was saved."""
-    done = run_script(REMOVED, run_dir)
-    assert done.returncode == 1 and "No module named 'everystep_was_removed'" in done.stderr, done.stderr
-    assert "not durable yet" not in done.stderr and "nothing new was saved" in done.stderr, done.stderr
-
-
 CLOSED = """
 import gc, json, sys, torch, ckpt
 
@@ -931,10 +624,18 @@ def test_closed_gives_its_memory_back(run_dir: str) -> None:
     assert held >= 4096 and left < 1024
 
 
-def test_no_thread_and_no_memory_outlives_close(run_dir: str) -> None:
-    """Neither waits for the writer to end, nor for the garbage collector."""
+def test_nothing_outlives_close(run_dir: str, own_sockets: Path) -> None:
+    """Threads and memory wait neither for the writer to end, nor for the garbage collector; processes, descriptors and
+    hooks are as before soon after it."""
+
+    def left() -> tuple[int, int]:
+        me = psutil.Process()
+        return me.num_fds(), len(writers(own_sockets)) + len(me.children())
+
     state = toy.build()
-    threads, gc_was_on = set(threading.enumerate()), gc.isenabled()
+    ckpt.Checkpointer(state, run_dir + "-first").close()
+    assert eventually(lambda: not writers(own_sockets))
+    threads, gc_was_on, before = set(threading.enumerate()), gc.isenabled(), left()
     gc.collect()
     gc.disable()
     try:
@@ -949,6 +650,9 @@ def test_no_thread_and_no_memory_outlives_close(run_dir: str) -> None:
     finally:
         if gc_was_on:
             gc.enable()
+    gc.collect()
+    assert eventually(lambda: all(now <= then for now, then in zip(left(), before, strict=True))), (left(), before)
+    assert not _global_optimizer_pre_hooks
 
 
 def _arenas() -> int:

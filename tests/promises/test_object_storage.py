@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -14,17 +13,16 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 import ckpt
 import inside
 import toy
 from ckpt.errors import AccessError, CorruptError, SaveError, UsageError
 from commands import flip
-from kills import Trainer, kill_all
+from kills import Trainer
 from parallel import free_port
 from processes import eventually, run_script, writers
-from run_files import DATA, DATA_FOLDER, checkpoint_id, data_file, data_files, data_key, pattern, select
+from run_files import DATA, DATA_FOLDER, checkpoint_id, data_files, data_key, pattern, select
 from s3_server import FaultProxy, MotoServer, environment, storage_options
 
 QUICK = {"connect_timeout": 2, "read_timeout": 2}
@@ -113,23 +111,6 @@ def test_a_machine_that_has_only_the_url_goes_on(moto: MotoServer, url: str, tmp
     assert inside.steps_at(url) == [8, 4]
 
 
-def test_straight_from_memory(moto: MotoServer, url: str) -> None:
-    """Without a folder checkpoints go from memory to the bucket; loading, verifying and going back work by the URL."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, tier(url, moto, every=2, keep=5)) as cp:
-        cp.restore(default=0)
-        saves = train(cp, state, range(1, 7), wait=True)
-        assert saves[-1].wait_durable(60).tier == saves[-1].wait_durable(60, tier="all").tier == url
-    loaded = ckpt.load(url)
-    assert loaded.step == 6
-    for name, tensor in state["model"].state_dict().items():
-        assert torch.equal(loaded[f"model.{name}"], tensor)
-    other = toy.build(seed=3)
-    with ckpt.Checkpointer(other, tier(url, moto, every=2)) as cp:
-        assert cp.restore(step=4) == 4
-        assert toy.digest(other) == digest_after(4)
-
-
 def test_directory_bucket_keeps_a_run(moto: MotoServer, tmp_path: Path, monkeypatch: Any) -> None:
     """S3 Express lists in no order: a run is saved there, verified, and restored by its URL alone."""
     url = f"s3://runs--use1-az4--x-s3/run{next(runs)}"
@@ -148,74 +129,6 @@ def test_directory_bucket_keeps_a_run(moto: MotoServer, tmp_path: Path, monkeypa
     assert steps[:2] == [6, 4] and inside.steps_at(url) == steps
     assert {one.verdict for one in run.verify()} == {"sound"}
     assert ckpt.load(url).step == 6
-
-
-def test_uploads_interrupted_by_a_crash_are_resumed(
-    moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path
-) -> None:
-    """Trainer and writer are killed while a checkpoint that is safe in the folder is on its way to the bucket: the next
-    start takes it there, and aborts nothing that it still needs. Control: before that it is not there."""
-    proxy.fail("hang", method="PUT", match=pattern(DATA), count=1000)
-    folder = str(tmp_path / "run")
-    code = TWO_PLACES.format(options=storage_options(proxy.url, **QUICK))
-    trainer = Trainer(code, folder, url)
-    trainer.read_until("committed")
-    os.kill(trainer.process.pid, signal.SIGKILL)
-    kill_all(writers(Path(os.environ["CKPT_RUNTIME_DIR"])))
-    inside.use_options(url, storage_options(moto.url))
-    assert inside.steps_at(url) == []
-    proxy.clear()
-    state = toy.build(seed=5)
-    with ckpt.Checkpointer(state, [ckpt.Tier(folder, every=2), tier(url, moto, every=2)]) as cp:
-        assert cp.restore() == 2
-        eventually(lambda: inside.steps_at(url) == [2], 30)
-    assert toy.digest(state) == digest_after(2)
-    shutil.rmtree(folder)
-    with ckpt.Checkpointer(toy.build(), tier(url, moto)) as cp:
-        assert cp.restore() == 2
-
-
-TWO_PLACES = """
-import sys, time
-import ckpt, toy
-
-state = toy.build()
-tiers = [ckpt.Tier(sys.argv[1], every=2), ckpt.Tier(sys.argv[2], every=2, storage_options={options})]
-cp = ckpt.Checkpointer(state, tiers)
-cp.restore(default=0)
-for step in (1, 2):
-    toy.train_step(state)
-    save = cp.step(step)
-save.wait_durable(60)
-print("committed", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_path: Path) -> None:
-    """A flipped bit in the folder: only that piece comes from the bucket, bit-exactly, and the restore reports it.
-    Control: without the bucket, only the step before can be restored."""
-    state, folder = toy.build(), tmp_path / "run"
-    places = [ckpt.Tier(str(folder), every=2), tier(url, moto, every=2)]
-    with ckpt.Checkpointer(state, places) as cp:
-        cp.restore(default=0)
-        train(cp, state, range(1, 5))
-        cp.wait(60)
-    file = data_file(folder, 4)
-    size = int.from_bytes(file.read_bytes()[:8], "little")
-    header = json.loads(file.read_bytes()[8 : 8 + size])
-    trained = next(name for name in header if name.startswith("model."))  # else step 2 has the same piece
-    flip(file, 8 + size + header[trained]["data_offsets"][0])
-    other = toy.build(seed=4)
-    with ckpt.Checkpointer(other, places) as cp:
-        assert cp.restore() == 4
-        assert cp.last_restore is not None
-        assert cp.last_restore.tier == f"file://{folder}"
-        assert len(cp.last_restore.repaired) == 1 and url in cp.last_restore.repaired[0]
-    assert toy.digest(other) == digest_after(4)
-    with ckpt.Checkpointer(toy.build(), ckpt.Tier(str(folder), every=2)) as cp:
-        assert cp.restore() == 2
-        assert cp.last_restore is not None and not cp.last_restore.repaired
 
 
 def test_both_tiers_damaged_in_different_chunks(moto: MotoServer, url: str, tmp_path: Path) -> None:
@@ -380,36 +293,6 @@ def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, t
     assert len(inside.steps_at(url)) == 10 - len(left_out)
 
 
-def test_two_jobs_on_one_bucket(moto: MotoServer, url: str) -> None:
-    """The newer job wins, the older one is notified, and the run stays intact."""
-    first = toy.build()
-    with ckpt.Checkpointer(first, tier(url, moto)) as old:
-        old.restore(default=0)
-        train(old, first, range(1, 3), wait=True)
-        script = OTHER_JOB.format(options=storage_options(moto.url))
-        found = run_script(script, url)
-        assert found.stdout.split() == ["2", "3"], found.stderr
-        with pytest.raises(ckpt.errors.FencedError):
-            train(old, first, range(3, 4))[0].wait_durable(60)
-        with pytest.raises(ckpt.errors.FencedError):
-            old.step(4)
-    assert inside.steps_at(url) == [3, 2, 1]
-
-
-OTHER_JOB = """
-import os, sys, tempfile
-os.environ["CKPT_RUNTIME_DIR"] = tempfile.mkdtemp()  # of another machine
-import ckpt, toy
-
-state = toy.build(seed=1)
-tier = ckpt.Tier(sys.argv[1], every=1, storage_options={options})
-with ckpt.Checkpointer(state, tier, takeover=True, memory=None) as cp:
-    print(cp.restore(), flush=True)
-    toy.train_step(state)
-    print(cp.step(3).wait_durable(60).step, flush=True)
-"""
-
-
 def test_unfinished_uploads_are_aborted_at_the_next_start(moto: MotoServer, url: str) -> None:
     """A multipart upload of a dead process costs money and is invisible: the next start aborts it. Uploads of other
     names stay."""
@@ -534,21 +417,6 @@ def test_two_ranks_download_replicated_tensors_once(moto: MotoServer, url: str) 
     downloaded, received = ([int(said[i]) for said in again.said] for i in (3, 4))
     again.end()
     assert sum(downloaded) <= size and all(received)
-
-
-def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProxy, url: str) -> None:
-    """Without a folder, while the bucket returns only 503: training continues in memory, and steps that would need too
-    much memory are skipped. When the bucket is back, it gets the waiting steps, and at the end the newest one."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, tier(url, proxy), options=ckpt.Options(busy_timeout_s=20)) as cp:
-        cp.restore(default=0)
-        proxy.fail("status", count=100_000, code=503)
-        saves = train(cp, state, range(1, 13))
-        saves[-1].wait_staged(20)
-        assert [save.step for save in saves if failed(save, url)]
-        proxy.clear()
-    inside.use_options(url, storage_options(proxy.url))
-    assert inside.steps_at(url)[0] == 12
 
 
 def test_two_ranks_bring_the_last_step_to_a_bucket_that_was_down(proxy: FaultProxy, url: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import ckpt
 from commands import call
-from parallel import MAIN, free_port, gathered, launch, reports, whole
+from parallel import MAIN, free_port, launch, reports
 
 __all__ = ["call"]  # the fixture
 
@@ -49,13 +49,12 @@ def test_whole_states_come_back(saved: Path, tmp_path: Path, call: Any, form: st
             assert "error" not in one and one["wrong"] == [] and one["tensors"] > 0, (mode, one)
 
 
-@pytest.mark.parametrize(("world", "to"), [(1, 2), (3, 3)])
-def test_cut_for_other_ranks(saved: Path, tmp_path: Path, call: Any, world: int, to: int) -> None:
-    """Converted to runs of other numbers of ranks: the same and other numbers of ranks restore them."""
+def test_cut_for_other_ranks(saved: Path, tmp_path: Path, call: Any) -> None:
+    """Converted to runs of another number of ranks, which yet another number restores."""
     for mode in MODES:
-        assert call("restore", saved / mode, "--to", tmp_path / mode, "--world-size", world).code == 0
+        assert call("restore", saved / mode, "--to", tmp_path / mode, "--world-size", 3).code == 0
         assert call("verify", tmp_path / mode).code == 0
-    for mode, found in reports(launch(to, MAIN, "load", tmp_path, saved, STEPS, *MODES, port=free_port())).items():
+    for mode, found in reports(launch(2, MAIN, "load", tmp_path, saved, STEPS, *MODES, port=free_port())).items():
         for one in found:
             assert "error" not in one and one["wrong"] == [], (mode, one)
 
@@ -83,57 +82,3 @@ def test_negative_control_one_changed_number_is_seen(saved: Path, tmp_path: Path
     assert call("import", tmp_path / "changed.pt", tmp_path / "back").code == 0
     found = call("diff", saved / "fsdp", tmp_path / "back", "--json")
     assert found.code == 1 and [t["name"] for t in found.json["tensors"]] == ["model.layers.0.up.weight"]
-
-
-# -- what torch's DCP has saved to a run --
-
-DCP_RANKS = """
-import os, sys, warnings
-import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-import ckpt.dcp, parallel
-from torch.distributed.checkpoint.state_dict import *
-
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-live = parallel.build("fsdp")
-for step in range(3):
-    parallel.train_step("fsdp", live, step)
-for flat in (False, True):
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    optim = get_optimizer_state_dict(live["model"], live["optim"], options=options)
-    state = {"model": get_model_state_dict(live["model"]), "optim": optim, "meta": {"seen": 11, "more": [1, None]}}
-    dcp.save(state, checkpoint_id="step-3", storage_writer=ckpt.dcp.StorageWriter(f"{sys.argv[1]}/{flat}"))
-found = parallel.gathered(live)
-if dist.get_rank() == 0:
-    torch.save(found, f"{sys.argv[1]}/expected.pt")
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # gloo's threads may abort an interpreter that ends
-"""
-
-
-def test_dcp_checkpoints_convert_to_every_form(tmp_path: Path, call: Any) -> None:
-    """Four ranks save through `ckpt.dcp`, with the optimizer nested and flattened: a Checkpointer, torch and hubs get
-    the same, and the order of parameters is that of the model."""
-    for done in launch(SAVED_BY, DCP_RANKS, tmp_path, port=free_port()):
-        assert done.returncode == 0, done.stderr
-    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
-    for form in ("False", "True"):
-        assert call("export", tmp_path / form, "--to", tmp_path / f"{form}.pt").code == 0
-        assert call("export", tmp_path / form, "--to", tmp_path / f"{form}-run", "--format", "run").code == 0
-        assert call("export", tmp_path / form, "--to", tmp_path / f"{form}.safetensors").code == 0
-        there = torch.load(tmp_path / f"{form}.pt", weights_only=True)
-        net, net2 = whole(), whole()
-        optim, optim2 = (torch.optim.AdamW(n.parameters()) for n in (net, net2))
-        net.load_state_dict(there["model"])
-        optim.load_state_dict(there["optim"])
-        state = {"model": net2, "optim": optim2, "meta": {"seen": 0, "more": None}}
-        with ckpt.Checkpointer(state, str(tmp_path / f"{form}-run")) as cp:
-            assert cp.restore() == 3
-        assert there["meta"] == state["meta"] == {"seen": 11, "more": [1, None]}
-        for model, optimizer in ((net, optim), (net2, optim2)):
-            found = gathered({"model": model, "optim": optimizer})
-            assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected), form
-        weights = safetensors.torch.load_file(tmp_path / f"{form}.safetensors")
-        assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in weights.items()) and weights

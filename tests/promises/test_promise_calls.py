@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import ckpt
 import inside
@@ -112,51 +110,6 @@ def test_no_thread_can_be_started_at_the_end(run_dir: str) -> None:
     """As in Python 3.12: threads that only make copies faster are not started, and the last step is saved."""
     assert run_script(ENDING, run_dir).returncode == 0
     assert restored(run_dir) == (3, toy.reference(3))
-
-
-class Lazy(nn.Module):
-    """A buffer and a parameter that are there from the third step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("mean", None)
-        self.register_parameter("gain", None)
-
-
-@pytest.mark.parametrize("name", ["mean", "gain"])
-def test_what_was_none_is_saved_once_it_is_a_tensor(run_dir: str, name: str) -> None:
-    """Though neither the number of a module's members nor any tensor that was there has changed."""
-    model = Lazy()
-    optim = torch.optim.SGD(model.linear.parameters(), lr=0.1)
-    with ckpt.Checkpointer({"model": model, "optim": optim}, run_dir) as cp:
-        cp.restore(default=0)
-        for step in range(1, 6):
-            model.linear(torch.ones(1, 4)).sum().backward()
-            optim.step()
-            if step == 3:
-                setattr(model, name, torch.ones(4) if name == "mean" else nn.Parameter(torch.ones(4)))
-            cp.step(step)
-    assert torch.equal(ckpt.load(run_dir)[f"model.{name}"], torch.ones(4))
-
-
-def test_a_key_that_goes_where_a_tensor_comes(run_dir: str) -> None:
-    """Every step is saved, with what there was of it."""
-    model = nn.Linear(4, 4)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ckpt.Checkpointer({"model": model, "optim": optim}, [ckpt.Tier(run_dir, every=1)], memory=None) as cp:
-        cp.restore(default=0)
-        for step in range(1, 5):
-            model(torch.ones(1, 4)).sum().backward()
-            optim.step()
-            for p in model.parameters():
-                if step == 2:
-                    optim.state[p]["warm"] = 1
-                elif step == 3:
-                    del optim.state[p]["warm"]
-                    optim.state[p]["moment"] = torch.full_like(p, 3.0)
-            cp.step(step).wait_durable(30.0)
-    assert torch.equal(ckpt.load(run_dir)["optim.state.model.weight.moment"], torch.full((4, 4), 3.0))
 
 
 CHILDREN = """

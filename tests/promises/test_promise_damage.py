@@ -71,8 +71,8 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
                 digests[step] = toy.digest(state)
             step = cp.restore(step=BACK) if until == 20 else step
         assert eventually(lambda: not checkpoint_files(base / "run", step=8)), "the first checkpoint is deleted"
-        # Without the ledger, which may say that this live process trains the run.
-        shutil.copytree(base / "run", base / "copy", ignore=shutil.ignore_patterns("ledger"))
+        # Without the files that may say that this live process trains the run.
+        shutil.copytree(base / "run", base / "copy", ignore=shutil.ignore_patterns("ledger", "lease.json"))
     shutil.copytree(base / "run" / "ledger", base / "ledger")
     yield Left(base / "copy", digests)
     patch.undo()
@@ -126,7 +126,7 @@ def test_flipped_bit_in_any_log_record_is_reported(
     for seq, kind in records(left.folder):
         folder = left.copy(tmp_path / f"r{seq}")
         size = (folder / "log" / f"{seq:012d}.json").stat().st_size
-        for at in (1, size // 3, size // 2, size - 2):
+        for at in (1, size // 2):
             shutil.copy(left.folder / "log" / f"{seq:012d}.json", folder / "log")
             flip(folder / "log" / f"{seq:012d}.json", at)
             step = check(left, folder, caplog, f"log record {seq} is damaged")
@@ -137,7 +137,7 @@ def test_flipped_bit_in_any_log_record_is_reported(
             assert loaded.step == step and bool(loaded.skipped) == (step < STEPS) == bool(warnings(caplog))
             assert all(f"log record {seq} " in text and "up to step 40" in text for text in warnings(caplog))
             older += step < STEPS
-    assert older == 4
+    assert older == 2
 
 
 def test_start_commits_a_checkpoint_again_if_its_record_is_damaged(

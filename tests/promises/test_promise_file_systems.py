@@ -11,13 +11,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import inside
-from ckpt.errors import StoreError, UsageError
 from processes import PYTHONPATH, REPO, eventually
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -65,9 +63,6 @@ def train(
         ("link", errno.EACCES),
         ("sync_folder link reserve direct", errno.EOPNOTSUPP),
         pytest.param("sync_folder", errno.EINVAL, marks=pytest.mark.long),
-        pytest.param("sync_folder", errno.ENOSYS, marks=pytest.mark.long),
-        pytest.param("link", errno.EINVAL, marks=pytest.mark.long),
-        pytest.param("reserve", errno.ENOSYS, marks=pytest.mark.long),
         pytest.param("direct", errno.EACCES, marks=pytest.mark.long),
     ],
 )
@@ -110,21 +105,6 @@ def test_export_and_import_succeed_on_file_system_without(
     words = [sys.executable, "-c", EXPORT, str(tmp_path / "run"), *forms]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", ["ENOSYS", "EOPNOTSUPP", "ENOLCK", "EINVAL", "EWOULDBLOCK", "EIO"])
-def test_export_goes_on_where_files_cannot_be_locked_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """A lock of another process, and an error that does not mean "not supported", still stop it."""
-
-    def refuse(fd: int, how: int) -> None:
-        raise OSError(getattr(errno, name), name)
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    expected = {"EWOULDBLOCK": pytest.raises(UsageError, match="another process"), "EIO": pytest.raises(StoreError)}
-    with expected.get(name, nullcontext()), inside.workshop(tmp_path / "out", "a plan") as workshop:
-        assert workshop.folder.is_dir()
 
 
 def test_file_system_without_exclusive_create_is_refused(library: str, tmp_path: Path) -> None:

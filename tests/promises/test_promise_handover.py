@@ -4,9 +4,7 @@ respond."""
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import inside
 import run_files
 from kills import Trainer
 from parallel import free_port
-from processes import PYTHONPATH, eventually, start_python, writers
+from processes import eventually, writers
 from run_files import DATA_FOLDER
 
 NAME = "handover"
@@ -316,49 +314,7 @@ def test_takeover_by_fewer_ranks_fences_every_rank(own_sockets: Path, tmp_path: 
         assert [rank.do("train()").split()[0] for rank in ranks] == ["FencedError"] * 2
 
 
-def test_a_takeover_that_fails_ends_no_training_of_any_rank(own_sockets: Path, tmp_path: Path) -> None:
-    """A job that would take over the run of two ranks cannot use its second tier: the training continues."""
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "notes.txt").write_text("somebody else's")
-    more = f"; options['tiers'].append(ckpt.Tier({str(other)!r}))"
-    with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
-        ranks[0].kill()
-        with Rank(0, "takeover", patch=FOLDER + more, PLACE=str(tmp_path / "run")) as one:
-            assert "FormatError" in one.line()
-        assert ranks[1].do("train()") == "done 5"
-
-
-def test_a_rank_that_lives_is_in_nobodys_way_for_nothing(own_sockets: Path) -> None:
-    """One of two ranks has died. A plain start of a single rank is rejected because of the other process, which
-    continues; after its death all is found."""
-    with two_ranks(4) as ranks:
-        ranks[0].kill()
-        with Rank() as one:
-            assert f"InUseError: process {ranks[1].process.pid}" in one.line()
-        assert ranks[1].do("train()") == "done 5"
-    assert start() == "start 4 4"
-
-
 # -- whom a start may end --
-
-
-def test_a_stranger_with_the_name_of_a_writer_is_not_killed(own_sockets: Path) -> None:
-    """A process that holds the name and does not respond is named in the error, and not killed."""
-    code = "import sys, inside; s = inside.take_name_of_writer(sys.argv[1]); print('listens', flush=True); input()"
-    stranger = start_python(
-        [sys.executable, "-c", code, inside.name_of_writer(RUN)],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with stranger:
-        assert stranger.stdout is not None and stranger.stdout.readline() == "listens\n"
-        with Rank(patch=IMPATIENT) as one:
-            assert f"InUseError: process {stranger.pid}" in one.line()
-        assert stranger.poll() is None
-        stranger.kill()
 
 
 @pytest.mark.skipif(

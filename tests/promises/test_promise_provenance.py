@@ -72,21 +72,6 @@ def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -
             assert differences(freeze(run.twin), boundaries[step]) == []
 
 
-def test_a_staged_step_stays_when_weights_are_exchanged_later(open_run: Any) -> None:
-    """The same in memory without a wait: the copy has ended, whether or not that was checked."""
-    run = sgd()
-    cp = open_run(run.state)
-    for step in range(1, 5):
-        run.move(run.state, step)
-        boundary = freeze(run.state)
-        save = cp.step(step)
-        assert inside.wait_until_copied(cp, 30.0)
-        exchange(run.state)
-        run.move(run.state, step)
-        save.wait_staged(30.0)
-        assert differences(read_back(cp, step, run.twin), boundary) == []
-
-
 # -- writes that torch does not count --
 
 
@@ -191,29 +176,6 @@ def test_a_few_elements_by_a_write_that_torch_counts(open_run: Any, gate: thread
         save.wait_staged(30.0)
 
 
-def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) -> None:
-    """Memory is due at every fourth step: when that snapshot is dropped, the step behind it is saved."""
-    run = sgd()
-    cp = open_run(run.state, every=4, on_error="warn")
-    saved = []
-    for step in range(1, 10):
-        run.move(run.state, step)
-        if step == 4:
-            gate.clear()
-        save = cp.step(step)
-        if save is None:
-            continue
-        saved.append(step)
-        if step == 4:
-            decayed(run.state)
-            gate.set()
-            with pytest.raises(SaveError, match="step 4 was dropped"):
-                save.wait_staged(30.0)
-        else:
-            save.wait_staged(30.0)
-    assert saved == [4, 5, 8]
-
-
 IN_THE_MIDDLE = """
 import os, signal, sys, time
 import torch, ckpt, inside
@@ -278,71 +240,6 @@ def test_optimizer_that_bypasses_its_hook_tears_no_snapshot(open_run: Any) -> No
             save.wait_staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
     assert not any(inside.guarded(cp).values()) and inside.updates_announced(cp) == 0
-
-
-def test_a_wrapper_is_trusted_when_what_it_wraps_has_stepped(open_run: Any) -> None:
-    """Like Accelerate's: an optimizer by its class, without hooks, with the groups of another."""
-
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-        state = property(lambda self: self.optimizer.state)
-        param_groups = property(lambda self: self.optimizer.param_groups)
-
-        def step(self, closure: Any = None) -> Any:
-            return self.optimizer.step(closure)
-
-    model = nn.Linear(8, 8)
-    cp = open_run({"model": model, "optim": Wrapper(torch.optim.AdamW(model.parameters()))})
-    gradients(model, 1)
-    inside.state_of(cp)["optim"].step()
-    cp.step(1).wait_staged(30.0)
-    assert all(inside.guarded(cp).values())
-    model.zero_grad()
-    cp.step(2)
-    assert not any(inside.guarded(cp).values())
-
-
-def two() -> State:
-    one, other = nn.Linear(LARGE, 8), nn.Linear(LARGE, 8)
-    return {
-        "one": one,
-        "other": other,
-        "optim one": torch.optim.AdamW(one.parameters()),
-        "optim other": torch.optim.AdamW(other.parameters()),
-    }
-
-
-def step_of(state: State, name: str) -> None:
-    gradients(state[name], 1)
-    state[f"optim {name}"].step()
-
-
-def guarded_parts(cp: ckpt.Checkpointer) -> set[str]:
-    guarded = inside.guarded(cp)
-    return {name.split(".")[0].removeprefix("optim ") for name in guarded if guarded[name]}
-
-
-def test_optimizers_that_take_turns(open_run: Any) -> None:
-    """Each is guarded at the steps at which its hook has run. The layout stays the same object, what is guarded is
-    worked out once for each of them, and every snapshot is its boundary."""
-    state, twin = two(), two()
-    for name in ("one", "other"):
-        step_of(state, name)
-    cp = open_run(state)
-    worked_out = []
-    for step in range(1, 13):
-        name = ("one", "other")[step % 2]
-        step_of(state, name)
-        boundary = freeze(state)
-        save = cp.step(step)
-        assert guarded_parts(cp) == {name}
-        worked_out.append(inside.worked_out(cp))
-        save.wait_staged(30.0)
-        assert differences(read_back(cp, step, twin), boundary) == []
-    layouts, lists = map(set, zip(*worked_out, strict=True))
-    assert (len(layouts), len(lists)) == (1, 2)
 
 
 # -- on a device --

@@ -12,7 +12,7 @@ import torch
 import ckpt
 import inside
 import toy
-from ckpt.errors import InvalidArgumentError, SaveError, UsageError
+from ckpt.errors import InvalidArgumentError, UsageError
 from processes import eventually, run_script
 
 
@@ -43,6 +43,7 @@ def test_tiers_of_different_runs_are_refused(tmp_path: Path, swapped: bool) -> N
     with pytest.raises(UsageError, match="different runs"):
         trained([ckpt.Tier(str(one), every=1, keep=2) for one in pair], 20)
     assert (listed(copy), listed(new)) == before
+    assert trained([ckpt.Tier(str(new), every=1)], 9) == 9  # its log is unchanged
 
 
 def test_tier_that_was_left_out_joins_its_run_again(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_copy_of_a_run_joins_it_as_a_tier(tmp_path: Path) -> None:
 
 
 def test_run_begins_beside_files_of_a_deleted_run(tmp_path: Path) -> None:
-    """A writer may have renewed its lease while its run was deleted. A foreign file is still refused."""
+    """A writer may have renewed its lease while its run was deleted."""
     run = tmp_path / "run"
     trained([str(run)], 2)
     kept = (run / "latest.json").read_bytes()
@@ -73,11 +74,6 @@ def test_run_begins_beside_files_of_a_deleted_run(tmp_path: Path) -> None:
     (run / "latest.json").write_bytes(kept)
     (run / "lease.json").write_bytes(kept)
     assert trained([str(run)], 2) == 0 and listed(run)[0] == 2
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "notes.txt").write_text("mine")
-    with pytest.raises(ckpt.errors.FormatError, match="not empty"):
-        trained([str(other)], 2)
 
 
 def test_file_url_of_this_machine_names_the_folder(tmp_path: Path) -> None:
@@ -134,26 +130,3 @@ def test_pin_of_an_expired_step_is_refused(run_dir: str) -> None:
         cp.wait()
     pinned = {one.step for one in ckpt.Run(run_dir).list() if one.pinned}
     assert pinned == {7, 8}
-
-
-def test_no_step_is_lost_by_an_error_about_tiers(tmp_path: Path) -> None:
-    """The refused start changes no log: each run continues as if it had not happened."""
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    for run in (first, second):
-        trained([ckpt.Tier(run, every=1)], 3)
-    with pytest.raises(UsageError):
-        trained([ckpt.Tier(first, every=1), ckpt.Tier(second, every=1)], 9)
-    for run in (first, second):
-        assert trained([ckpt.Tier(run, every=1)], 4) == 3
-
-
-def test_save_error_names_the_last_step(run_dir: str) -> None:
-    with pytest.raises(SaveError, match="no step of this run was saved"):
-        state = {"w": torch.zeros(2, requires_grad=True)}
-        optim = torch.optim.SGD([state["w"]], lr=0.1)
-        with ckpt.Checkpointer({**state, "o": optim}, ckpt.Tier(run_dir, every=1000), memory=None) as cp:
-            cp.restore(default=0)
-            state["w"].sum().backward()
-            optim.step()
-            cp.step(1)
-            optim.step()

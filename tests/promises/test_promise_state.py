@@ -5,12 +5,11 @@ RANK=0 WORLD_SIZE=2 … python -c 'import test_promise_state as t; t.main()' sav
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -423,14 +422,6 @@ def test_wrapping_optimizer_continues_identically(tmp_path: Path) -> None:
     goes_on_alike("around", tmp_path)
 
 
-def test_an_optimizer_inside_another_is_not_forgotten(tmp_path: Path) -> None:
-    """The outer one's state_dict() omits its moments: the error asks the user to add it."""
-    state = around(0)
-    del state["base"]
-    with pytest.raises(ckpt.errors.StateError, match=r"optim: .* in \.base.* add that optimizer to the state"):
-        ckpt.Checkpointer(state, tmp_path / "run")
-
-
 def test_optimizer_with_external_state_continues_identically(tmp_path: Path) -> None:
     """The contents of its own state_dict() are saved and loaded: the next step equals the undisturbed run's, bit for
     bit."""
@@ -444,14 +435,6 @@ def test_optimizer_with_external_state_continues_identically(tmp_path: Path) -> 
 def test_masters_that_only_the_optimizer_holds_come_back(kind: str, tmp_path: Path) -> None:
     """Restored in a fresh process, the next step is that of the untouched run, bit for bit."""
     goes_on_alike(kind, tmp_path)
-
-
-def test_masters_are_saved_under_the_optimizers_name_and_guarded(tmp_path: Path) -> None:
-    """Masters are saved like other parameters."""
-    state = mastered(0)
-    optimize(state, 0)
-    guarded = inside.guarded_in(state)
-    assert guarded["optim.params.0.0"] and guarded["optim.params.0.3"] and not guarded["model.0.weight"]
 
 
 @contextmanager
@@ -480,24 +463,6 @@ def test_masters_that_were_not_saved_are_missed(tmp_path: Path) -> None:
     with ckpt.Checkpointer(twin, tmp_path / "held") as cp, _unchanged(twin):
         with pytest.raises(MismatchError, match=r"optim\.params\.0\.0 is not in the checkpoint"):
             cp.restore()
-
-
-def test_masters_go_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
-    """Beside the state of their optimizer, whose own loader does not mind them; and an import brings them back."""
-    state, twin = mastered(0), mastered(1)
-    optimize(state, 0)
-    with ckpt.Checkpointer(state, tmp_path / "run") as cp:
-        cp.save(1).wait_durable()
-    file, again = str(tmp_path / "x.pt"), str(tmp_path / "again")
-    for command in (["restore", str(tmp_path / "run"), "--to", file, "--format", "torch"], ["import", file, again]):
-        with redirect_stdout(io.StringIO()), suppress(SystemExit):
-            inside.main(command)
-    saved = torch.load(file, weights_only=True)["optim"]
-    assert torch.equal(saved["params"]["0.1"], state["optim"].param_groups[0]["params"][1])
-    twin["optim"].load_state_dict(saved)
-    with ckpt.Checkpointer(twin, again) as cp:
-        assert cp.restore() == 1
-    assert all(map(torch.equal, numbers(state), numbers(twin)))
 
 
 def flat_model(seed: int, *, odd: bool) -> State:

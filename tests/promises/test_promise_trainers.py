@@ -22,7 +22,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -116,42 +115,6 @@ def test_a_score_is_of_the_step_it_was_measured_at(tmp_path: Path, name: str) ->
         model = toy.Model(toy.DEFAULTS)
         model.load_state_dict(weights)
         assert toy.digest(model) == scored.digests[step], step
-
-
-def plain(run: str, step: int) -> tuple[Any, Any]:
-    """Return all values of a checkpoint that are not tensors, except its references to other checkpoints."""
-    loaded = ckpt.load(run, step=step)
-    rest = loaded.plain("trainer")
-    del rest["own"]
-    return rest, loaded.plain("rng")
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b)
-
-
-def test_best_checkpoints_are_ordinary_checkpoints(tmp_path: Path) -> None:
-    """A step that is saved for its score is that step before its validation, in all that belongs to a training, so
-    that going on from it is exact: also when it was validated again after a restore."""
-    found = {}
-    for name, every in (("each", 1), ("seldom", SELDOM)):
-        run = str(tmp_path / name)
-        places = [ckpt.Tier(run, every=every, keep=ckpt.Keep(last=100))]
-        spec = {"run": places, "epochs": 2, "accumulate": 2, "val_every": 0.5, "patience": 9}
-        memory = ckpt.Memory(every=every)
-        spec["callback"] = {"every": None, "memory": memory, "monitor": "val_loss", "top_k": 9}
-        if name == "seldom":
-            with pytest.raises(RuntimeError, match="stop here"):
-                toy.fit(kill=["raise val", 4], **spec)
-        found[name] = inside.scores(toy.fit(**spec)["callback"])
-    assert found["seldom"] == found["each"] and len(found["each"]) == 4
-    for _, step in found["each"]:
-        (one, numbers), (other, others) = (plain(str(tmp_path / name), step) for name in ("each", "seldom"))
-        assert same(one, other) and same(numbers, others), step
 
 
 def test_the_random_numbers_of_a_training_are_not_drawn(tmp_path: Path) -> None:
@@ -297,55 +260,6 @@ def test_no_thread_is_left_and_our_plugin_writes(tmp_path: Path, name: str) -> N
     trainer.fit(BoringModel(), ckpt_path=tmp_path / "after.ckpt")
     ended(again)
     assert trainer.global_step == 5 and not police.left()
-
-
-def test_plugin_may_come_from_a_strategy(tmp_path: Path) -> None:
-    """Given with the strategy, or set on it later, wrapped or not, it is the one that writes."""
-    given = SingleDeviceStrategy("cpu", checkpoint_io=AsyncCheckpointIO(CheckpointIO()))
-    trainer, _ = lightning_trainer(tmp_path / "given", accelerator="auto", strategy=given)
-    trainer.fit(BoringModel())
-    empty = AsyncCheckpointIO()
-    empty.checkpoint_io = CheckpointIO()
-    later, _ = lightning_trainer(tmp_path / "later")
-    later.strategy.checkpoint_io = empty
-    later.fit(BoringModel())
-    assert "last.ckpt" in runs_in(tmp_path / "given") & runs_in(tmp_path / "later")
-
-
-def test_each_method_leaves_no_thread(tmp_path: Path) -> None:
-    """Used by itself, a save is there when it returns, loads are what was saved, what is not there is removed without
-    a word, and the store's threads have ended by then."""
-    police, files = Police(), CheckpointIO()
-    for _ in range(5):
-        files.save_checkpoint(STATE, tmp_path / "a.ckpt")
-        assert not police.left()
-        assert torch.equal(ckpt.load(tmp_path / "a.ckpt").all()["checkpoint.state_dict.w"], STATE["state_dict"]["w"])
-        assert not police.left()
-        for only in (None, True, False):
-            found = files.load_checkpoint(tmp_path / "a.ckpt", weights_only=only)
-            assert torch.equal(found["state_dict"]["w"], STATE["state_dict"]["w"]) and found["hyper"] == {"lr": 0.1}
-        assert not police.left()
-    for where in (
-        "meta",
-        lambda storage, at: torch.UntypedStorage(0, device="meta"),
-        {"cpu": "meta"},
-        torch.device("meta"),
-    ):
-        assert files.load_checkpoint(tmp_path / "a.ckpt", where)["state_dict"]["w"].device.type == "meta"
-    for where in ({"cuda:0": "cpu"}, lambda storage, at: storage, lambda storage, at: None):
-        assert files.load_checkpoint(tmp_path / "a.ckpt", where)["state_dict"]["w"].device.type == "cpu"
-    files.remove_checkpoint(tmp_path / "a.ckpt")
-    files.remove_checkpoint(tmp_path / "a.ckpt")
-    assert not (tmp_path / "a.ckpt").exists() and not police.left()
-    files.teardown()
-    torch.save({"odd": Odd()}, tmp_path / "theirs.ckpt")
-    for only in (None, False):
-        with pytest.raises(Exception, match=r"[Ww]eights.only"):
-            files.load_checkpoint(tmp_path / "theirs.ckpt", weights_only=only)
-
-
-class Odd:
-    """An object that only pickle can restore."""
 
 
 def test_storage_options_are_used_or_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ could overtake."""
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +18,8 @@ import ckpt
 import inside
 import toy
 from ckpt.errors import DeadlineError, UsageError
-from processes import eventually, killed, run_script, writers
+from processes import killed, run_script
 from test_promise_ends import restored
-from test_promise_ownership import start_of
 
 # Trains three steps a life; `sys.argv[2]` is code that runs before.
 LIFE = """
@@ -81,51 +79,6 @@ def test_leaving_while_the_writer_is_dead(own_sockets: Path, how: str) -> None:
     """A script ends by an error right after its writer has died: it waits until the next one has the memory."""
     run_script(LIFE, "leaving", "", 5, ENDS[how])
     assert run_script(LIFE, "leaving", "", 0, "").stdout.split() == ["start", "5", "5"]
-
-
-BOTH = """
-import os, signal, sys, time, toy, ckpt, inside
-state = toy.build()
-die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-inside.interrupt_at(inside.FOREVER, inside.NEXT_WRITER_GETS_MEMORY, die)
-with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=2), triggers=None) as cp:
-    cp.restore(default=0)
-    for step in range(1, 6):
-        toy.train_step(state)
-        save = cp.step(step)
-        save.wait_durable(60) if save.tiers else save.wait_staged(60)
-    os.kill(cp.writer_pid, signal.SIGKILL)
-    time.sleep(60)
-"""
-
-
-def test_run_goes_on_from_the_folder_if_the_trainer_dies_before_its_next_writer_has_the_memory(
-    run_dir: str, own_sockets: Path
-) -> None:
-    """Steps that were only in memory are lost, as after a death of both. No writer stays, and the bits are right."""
-    assert killed(run_script(BOTH, run_dir))
-    assert restored(run_dir) == (4, toy.reference(4))
-    assert eventually(lambda: not writers(own_sockets))
-
-
-def test_inherited_slots_are_kept_until_the_dead_trainer_has_ended(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that was found dead may have copies under way until it has ended. The trainer watches it itself."""
-    assert start_of("memory:held", 3, "kill") == ["start", "0", "0", "None"]
-    with subprocess.Popen(["sleep", "600"]) as lingering:
-        inside.inherit_from_a_process_that_has_not_ended(monkeypatch, lingering.pid)
-        w = nn.Parameter(torch.zeros(8))
-        opt = torch.optim.SGD([w], lr=1.0)
-        with ckpt.Checkpointer({"w": w, "opt": opt}, triggers=None, options=ckpt.Options(name="held")) as cp:
-            assert cp.restore() == 3
-            assert inside.slots_held_for_others(cp) == 1
-            lingering.kill()
-            w.grad = torch.full_like(w, -1.0)
-            opt.step()
-            save = cp.step(4)
-            assert save is not None and save.wait_staged(60)
-            assert inside.slots_held_for_others(cp) == 0
 
 
 # -- saves by another thread --

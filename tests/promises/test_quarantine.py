@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import ckpt
-import inside
 import toy
 from processes import killed, run_script
 
@@ -74,18 +73,6 @@ def test_only_broken_steps_prevent_a_default_start(run_dir: str) -> None:
                 save = cp.step(1, finite=False)
                 assert save is not None
                 save.wait_durable(30)
-
-
-def test_log_records_which_steps_are_finite(run_dir: str) -> None:
-    """The record has the value that was passed, None for none."""
-    weight = nn.Parameter(torch.zeros(4))
-    said = {1: None, 2: True, 3: False}
-    with ckpt.Checkpointer({"w": weight}, [ckpt.Tier(run_dir, every=1, keep=5)], memory=None) as cp:
-        for step, finite in said.items():
-            save = cp.step(step, finite=finite)
-            assert save is not None
-            save.wait_durable(30)
-    assert inside.finite_at(run_dir) == said
 
 
 def test_negative_control_an_unmarked_broken_step_is_restored(run_dir: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import toy
-from kills import DISK, EVERY, MEMORY, TRAIN, Chain, Told, Trainer, kill_all, lost, problems
+from kills import DISK, MEMORY, TRAIN, Chain, Told, Trainer, kill_all, lost, problems
 from processes import eventually, writers
 
 FAULTS = 5  # of a chain
@@ -24,15 +24,17 @@ SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGAB
 
 def fault(chain: Chain, folder: Path, dice: random.Random) -> None:
     """Start, wait for a moment, end it; and hold the start to what was safe before."""
-    how = dice.choice([*SIGNALS, "both", "usr1 and kill"])
+    how = dice.choice([*SIGNALS, "both", "writer, then both", "usr1 and kill"])
     safe = chain.told.safe(chain.left)
-    trainer = Trainer(TRAIN, chain.run, 100_000, EVERY)
+    trainer = Trainer(TRAIN, *chain.words(100_000))
     said = trainer.read_until(dice.choice(["start", "staged", "committed"]))
     before = Told()
     before.hear(said)
     eventually(lambda: False, dice.uniform(0, 0.7))
-    if how == "both":
+    if "both" in how:
         kill_all(writers(folder))
+    if how == "writer, then both":
+        eventually(lambda: False, dice.uniform(0, 1.0))
     if how == "usr1 and kill":
         for _ in range(3):
             trainer.process.send_signal(signal.SIGUSR1)
@@ -50,7 +52,7 @@ def fault(chain: Chain, folder: Path, dice: random.Random) -> None:
     if how == "term":
         chain.told.committed = max(chain.told.committed, durable(chain.run))
         assert chain.told.committed >= before.staged  # it left when that was safe
-    if how == "both" or (how == "term" and dice.random() < 0.5):
+    if "both" in how or (how == "term" and dice.random() < 0.5):
         kill_all(writers(folder))
         chain.left = DISK
 
@@ -78,8 +80,8 @@ def test_faults_at_random_moments(run_dir: str, own_sockets: Path, seed: int) ->
 
 def test_negative_control_a_lost_step_is_seen(run_dir: str, own_sockets: Path) -> None:
     """With the writers killed where only the trainer should die, what was staged is gone, and the checks see it."""
-    chain = Chain(run_dir, Told())
-    trainer = Trainer(TRAIN, run_dir, 100_000, 1_000_000)
+    chain = Chain(run_dir, Told(), settings={"every": 1_000_000})
+    trainer = Trainer(TRAIN, *chain.words(100_000))
     said = trainer.read_until("staged 5")
     kill_all(writers(own_sockets))
     trainer.kill()

@@ -135,11 +135,21 @@ def job(kind: str, where: str, folder: Path, *more: str, world: int = 2) -> list
     return [json.loads(one.stdout.splitlines()[-1]) for one in done]
 
 
-@pytest.mark.parametrize("where", ["folder", "memory"])
-@pytest.mark.parametrize("kind", ["muon", "one matrix", "sharded", "two optimizers", "late"])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("muon", "folder"),
+        ("muon", "memory"),
+        ("one matrix", "folder"),
+        ("sharded", "memory"),
+        ("two optimizers", "folder"),
+        ("late", "folder"),
+        ("late", "memory"),
+    ],
+)
 def test_optimizer_state_of_some_ranks_returns_bit_for_bit(kind: str, where: str, tmp_path: Path) -> None:
     """Every save is acknowledged. After a kill, each rank restores the newest step, with the state that it had."""
-    for start in (0, STEPS, 2 * STEPS):
+    for start in (0, STEPS):
         for one in job(kind, where, tmp_path):
             assert one["start"] == start and one["acknowledged"] == start + STEPS and "errors" not in one
             assert start == 0 or one["bits"]

@@ -100,59 +100,9 @@ def test_everything_returns_in_place(place: str, steps: int, bench: Bench) -> No
     assert all(a is b for a, b in zip(containers, now, strict=True))
 
 
-def test_memory_that_nobody_digested_says_so(bench: Bench) -> None:
-    """A snapshot without digests is restored as unverified."""
-    state, twin = build(0), build(1)
-    wanted = freeze(state)
-    assert restore(bench.memory(state, verified=False), into=twin).verified is False
-    assert differences(freeze(twin), wanted) == []
-
-
-@pytest.mark.parametrize("at", ["first", "last", "values"])
-def test_one_flipped_bit_in_memory_is_seen_and_not_taken(at: str, bench: Bench) -> None:
-    """In any tensor or in the plain values. A small piece that is damaged never reaches the state, and in the values it
-    is seen before anything changes. Negative control: without digests the wrong bit comes through."""
-    state, twin = build(0), build(1)
-    del state["rng"], twin["rng"]  # which they share
-    snapshot = bench.snapshot(state)
-    others = [name for name in snapshot.contents.names if not name.endswith(".step")]  # which are equal in both
-    damaged = {"first": others[0], "last": others[-1]}.get(at)
-    if damaged is None:
-        snapshot.values[10] ^= 1
-    else:
-        snapshot.data[snapshot.contents.offset_of(damaged)] ^= 1
-    before = freeze(twin)
-    with pytest.raises(CorruptError) as caught:
-        restore(snapshot.source, into=twin, untouched=at == "values")
-    if damaged is None:
-        assert differences(freeze(twin), before) == []
-        return
-    assert f"{damaged} is damaged in memory" in str(caught.value)
-    old, new = (plain_bytes(one, damaged) for one in (build(1), twin))
-    assert old == new != plain_bytes(state, damaged)
-    restore(snapshot.without_digests().source, into=twin)
-    wrong = differences(freeze(twin), freeze(state))
-    assert len(wrong) == 1, wrong
-
-
 def plain_bytes(state: State, name: str) -> bytes:
     """Return the bytes of a tensor of a state, by name."""
     return raw(inside.tensor_of(state, name))
-
-
-@pytest.mark.parametrize("at", ["first", "last", "values"])
-def test_a_damaged_snapshot_in_memory_gives_way_to_the_next_place(at: str, bench: Bench) -> None:
-    """The disk has the same step: the whole state comes from there, and the skipped snapshot is reported."""
-    state, twin = build(0), build(1)
-    wanted, snapshot = freeze(state), bench.snapshot(state)
-    disk = bench.store(snapshot)
-    if at == "values":
-        snapshot.values[10] ^= 1
-    else:
-        snapshot.data[{"first": 0, "last": -1}[at]] ^= 1
-    result = restore(snapshot.source, disk, into=twin)
-    assert (result.tier, [skipped.tier for skipped in result.skipped]) == (bench.url, ["memory"])
-    assert differences(freeze(twin), wanted) == []
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -366,56 +316,6 @@ def flip(folder: str, step: int) -> None:
     data[8 + size + entries[name]["data_offsets"][0]] ^= 4
     file.chmod(0o600)
     file.write_bytes(data)
-
-
-def test_memory_and_disk_bring_back_the_same(run_dir: str) -> None:
-    """The newest step from memory in place, then from the folder into a fresh state: both equal to the bit."""
-    state = build(0)
-    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=2)) as cp:
-        assert cp.restore(default=0) == 0
-        train(state, 1)
-        wanted = freeze(state)
-        save = cp.step(2)
-        assert save is not None
-        save.wait_durable(60.0)
-        train(state, 2)
-        state["mine"].clear()
-        assert differences(freeze(state), wanted)
-        assert cp.restore() == 2
-        assert cp.last_restore is not None and cp.last_restore.tier == "memory"
-        assert differences(freeze(state), wanted) == []
-    fresh = build(1, 0)
-    with ckpt.Checkpointer(fresh, run_dir) as cp:
-        assert cp.restore() == 2
-        assert cp.last_restore is not None and cp.last_restore.tier == f"file://{run_dir}" and cp.last_restore.verified
-        assert differences(freeze(fresh), wanted) == []
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over(run_dir: str) -> None:
-    """The one before is restored, and `last_restore` reports what was wrong with the newest."""
-    frozen = saved_run(run_dir, 3)
-    flip(run_dir, 3)
-    twin = build(1)
-    with ckpt.Checkpointer(twin, run_dir) as cp:
-        assert cp.restore() == 2
-        assert cp.last_restore is not None
-        (skipped,) = cp.last_restore.skipped
-        assert (skipped.step, skipped.tier) == (3, f"file://{run_dir}")
-        assert "damaged" in skipped.reason
-        assert differences(freeze(twin), frozen[2]) == []
-
-
-def test_another_tier_has_the_same_step(tmp_path: Path) -> None:
-    """Damaged pieces of the first folder, and only these, come from the second, at the same step."""
-    near, far = str(tmp_path / "near"), str(tmp_path / "far")
-    frozen = saved_run([near, far], 2)
-    flip(near, 2)
-    twin = build(1)
-    with ckpt.Checkpointer(twin, [near, far], memory=None) as cp:
-        assert cp.restore() == 2
-        assert cp.last_restore is not None and cp.last_restore.tier == f"file://{near}"
-        assert not cp.last_restore.skipped and f"file://{far}" in cp.last_restore.repaired[0]
-        assert differences(freeze(twin), frozen[2]) == []
 
 
 def test_when_all_are_damaged_training_cannot_go_on(run_dir: str) -> None:

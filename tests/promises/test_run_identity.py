@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -23,7 +22,7 @@ import pytest
 
 import ckpt
 import inside
-from ckpt.errors import RunGoneError, StoreError
+from ckpt.errors import StoreError
 from kills import Trainer, kill_all
 from processes import REPO, eventually, start_python, writers
 from run_files import select
@@ -100,13 +99,7 @@ def mounted(tmp_path: Path) -> Callable[..., list[str]]:
 
 @unshared
 @pytest.mark.parametrize(
-    "kind, copied",
-    [
-        ("mount", True),
-        pytest.param("mount", False, marks=pytest.mark.long),
-        pytest.param("mount and pid", False, marks=pytest.mark.long),
-        pytest.param("pid without its own /proc", False, marks=pytest.mark.long),
-    ],
+    "kind, copied", [("mount", True), *(pytest.param(kind, False, marks=pytest.mark.long) for kind in NAMESPACES)]
 )
 def test_job_keeps_its_own_run_beside_another_at_the_same_path(
     kind: str, copied: bool, mounted: Callable[..., list[str]], tmp_path: Path
@@ -133,17 +126,6 @@ def test_job_keeps_its_own_run_beside_another_at_the_same_path(
         found = started(9.0, run, before=mounted(name, NAMESPACES[kind])).split()
         assert found[:3] == ["start", str(last), str(7.0 if copied else {"a": 1.0, "b": 2.0}[name])]
         assert ckpt.load(tmp_path / name / "run").step == last
-
-
-@unshared
-def test_run_is_protected_in_two_pid_namespaces(tmp_path: Path) -> None:
-    """One folder, one path, two namespaces that cannot see each other's processes."""
-    away = ("unshare", "-p", "-f", *PROC)
-    with Job(1.0, tmp_path / "run", before=away) as job:
-        assert job.go("commit", 2) == "done 2"
-        assert "InUseError" in started(2.0, tmp_path / "run")
-        assert "InUseError" in started(2.0, tmp_path / "run", before=away)
-        assert job.go("commit", 4) == "done 4"
 
 
 @unshared
@@ -350,51 +332,6 @@ def test_temporary_files_of_crashed_writers_are_deleted(
         assert [path for path in left if path.exists()] == [] and live.exists() and mine.exists()
         writer.kill()
     capsys.readouterr()
-
-
-def test_put_succeeds_if_its_temporary_file_is_deleted(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system whose locks do not reach other machines a clean-up may delete it."""
-    store = inside.open_folder(run_dir)
-    link, hits = store.disk.link, list[str]()
-
-    def deleted_first(source: str, target: str) -> None:
-        if not hits:
-            hits.append(source)
-            os.unlink(source)
-        link(source, target)
-
-    monkeypatch.setattr(store.disk, "link", deleted_first)
-    inside.run(store.put("log/000000000000.json", b"x", create=True))
-    assert hits and bytes(inside.run(store.get("log/000000000000.json"))) == b"x"
-
-
-@pytest.mark.parametrize("when", ["before the append", "during the append"])
-def test_append_leaves_no_record_in_a_run_that_is_being_deleted(
-    when: str, run_dir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`rm -rf` deletes the log first and FORMAT.json a moment later. The folder must be empty then."""
-
-    def delete_log() -> None:
-        for path in Path(run_dir, "log").iterdir():
-            if path.suffix == ".json":
-                path.unlink()
-        threading.Timer(0.3, Path(run_dir, "FORMAT.json").unlink).start()
-
-    def before(store: Any) -> None:
-        link = store.disk.link
-
-        def and_delete(source: str, target: str) -> None:
-            delete_log()
-            link(source, target)
-
-        if when == "during the append":
-            monkeypatch.setattr(store.disk, "link", and_delete)
-        else:
-            delete_log()
-
-    with pytest.raises(RunGoneError):
-        inside.append_record(run_dir, before)
-    assert list(Path(run_dir, "log").iterdir()) == []
 
 
 @pytest.mark.parametrize("replaced", [False, True])

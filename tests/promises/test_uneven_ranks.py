@@ -86,14 +86,6 @@ def steps(run: str) -> list[int]:
     return sorted(one.step for one in ckpt.Run(run).list())
 
 
-def test_close_counts_a_committed_step_as_saved(run_dir: str) -> None:
-    """Rank 0 is so far ahead that the ranks have no step in common in memory. The folder has one."""
-    found, _ = uneven(run_dir, "", 14, 4)
-    assert 4 in steps(run_dir)
-    assert "no step of this run was saved" not in json.dumps(found)
-    assert "rank 1 closed after step 4" in found[0]["error"]
-
-
 @pytest.mark.parametrize(
     ("counts", "missing", "kept"),
     [
@@ -145,78 +137,6 @@ def test_slow_rank_fails_no_save(run_dir: str) -> None:
     """It does something else for a while, and saves its part later."""
     found, logged = uneven(run_dir, "one is slow", 6, 2)
     assert found == [{}, {}] and steps(run_dir) == [2, 4, 6], (found, logged)
-
-
-# Rank 0 has a logger, averaged weights and an optimizer of their own; rank 1 has a tensor of its own.
-OWN = """
-import json, sys, torch, torch.distributed as dist, ckpt
-run = sys.argv[1]
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-
-def build():
-    torch.manual_seed(0)
-    net = torch.nn.Linear(8, 8)
-    state = {"net": net, "optim": torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)}
-    if rank == 0:
-        head = torch.nn.Linear(300, 300)
-        state |= {"log": {"losses": [], "path": "x"}, "ema": torch.nn.Linear(300, 300), "head": head}
-        state |= {"head_optim": torch.optim.Adam(head.parameters()), "all": {"inner": torch.zeros(3), "best": 0.5}}
-    if rank == 1:
-        state["counts"] = torch.zeros(700, 90)
-    return state
-
-def train(state, step):
-    for net, optim in ("net", "optim"), ("head", "head_optim"):
-        if net in state:
-            state[net](torch.ones(1, state[net].in_features)).sum().backward()
-            state[optim].step()
-            state[optim].zero_grad()
-    if rank == 0:
-        state["log"]["losses"].append(step)
-        state["all"]["best"] = step
-        state["all"]["inner"] += 1
-        state["ema"].weight.data.fill_(step)
-    if rank == 1:
-        state["counts"] += step
-
-def flat(value):
-    if isinstance(value, torch.nn.Module): value = dict(value.state_dict())
-    if isinstance(value, torch.optim.Optimizer): value = value.state_dict()
-    if isinstance(value, torch.Tensor): return value.sum(dtype=torch.float64).item()
-    if isinstance(value, dict): return {str(k): flat(v) for k, v in value.items()}
-    return [flat(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-state = build()
-found = {}
-try:
-    with ckpt.Checkpointer(state, ckpt.Tier(run, every=2), triggers=None, memory=ckpt.Memory(linger_s=0)) as cp:
-        found["step"] = cp.restore(default=0)
-        found["restored"] = flat(state)
-        for step in range(found["step"] + 1, found["step"] + 5):
-            train(state, step)
-            cp.step(step)
-except ckpt.CheckpointError as error:
-    found["error"] = str(error)
-print(json.dumps({**found, "then": flat(state)}))
-dist.barrier()
-"""
-
-
-def own(run: str, world: int) -> list[dict[str, Any]]:
-    done = launch(world, OWN, run, port=free_port())
-    assert not any(one.returncode for one in done), done
-    return [json.loads(one.stdout) for one in done]
-
-
-def test_state_of_one_rank_returns_to_that_rank(run_dir: str) -> None:
-    """The same number of ranks restores it. Another number is refused with the name of what is missing."""
-    first, second = own(run_dir, 2), own(run_dir, 2)
-    assert [one["step"] for one in second] == [4, 4], second
-    assert [one["restored"] for one in second] == [one["then"] for one in first]
-    assert "log" in first[0]["then"] and "counts" not in first[0]["then"] and "counts" in first[1]["then"]
-    for one in own(run_dir, 3):
-        assert "log is in the checkpoint, but not in the state" in one["error"]
 
 
 # An optimizer that keeps its moments as plain local tensors next to DTensor parameters, as TransformerEngine does.
@@ -289,5 +209,4 @@ def test_plain_moments_next_to_dtensors_stay_plain(tmp_path: Path) -> None:
         "kinds"
     ]
     assert ckpt.load(str(tmp_path / "b"))["optim.state.net.one.weight.exp_avg"].shape == (1, 7)
-    for world in (3, 1):
-        assert trained(tmp_path / "b", world, 8)[0]["start"] in (6, 8)
+    assert trained(tmp_path / "b", 3, 8)[0]["start"] == 6

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
-import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,8 +35,8 @@ __all__ = ["call"]  # a fixture
 
 Call = Callable[..., Result]
 
-ERRORS = ("EACCES", "EPERM", "ESTALE", "EMFILE", "ENFILE", "EIO", "ETIMEDOUT", "ENOENT")
-FEW = ("EACCES", "ESTALE", "ENOENT")
+ERRORS = ("EACCES", "ESTALE", "EMFILE", "EIO", "ETIMEDOUT", "ENOENT")
+FEW = ("ESTALE", "ENOENT")  # two ways through the code: an error, and a file that another one names
 
 
 class Fault:
@@ -122,11 +119,7 @@ def restore(run: Path, before: Callable[[], None] = lambda: None, **how: Any) ->
 
 @pytest.mark.parametrize("name", FEW)
 def test_repair_and_verify_write_nothing_while_data_files_cannot_be_read(
-    run: Path,
-    saved: Path,
-    fault: Fault,
-    call: Call,
-    name: str,
+    run: Path, saved: Path, fault: Fault, call: Call, name: str
 ) -> None:
     before = digests(run)
     fault.on(name, pattern(DATA))
@@ -167,11 +160,6 @@ def test_restore_raises_whichever_file_of_the_newest_step_cannot_be_read(run: Pa
     assert restore(run)[:2] == (2, 2.0)
 
 
-def test_restore_of_an_older_step_by_name_works_while_the_newest_cannot_be_read(run: Path, fault: Fault) -> None:
-    fault.on("EIO", str(pack(run, 2)))
-    assert restore(run, step=1)[:2] == (1, 1.0)
-
-
 def test_restore_takes_the_step_from_another_tier_that_has_it(saved: Path, tmp_path: Path, fault: Fault) -> None:
     for place in ("run", "near"):
         shutil.copytree(saved / place, tmp_path / place)
@@ -184,8 +172,7 @@ def test_restore_takes_the_step_from_another_tier_that_has_it(saved: Path, tmp_p
         assert cp.last_restore is not None and not cp.last_restore.skipped
 
 
-@pytest.mark.parametrize("away", ["near", "far"])
-@pytest.mark.parametrize("match", ["FORMAT.json", "log/"])
+@pytest.mark.parametrize(("away", "match"), [("near", "FORMAT.json"), ("far", "log/")])
 def test_dcp_load_takes_no_older_step_while_a_tier_cannot_be_read(
     tmp_path: Path, fault: Fault, match: str, away: str
 ) -> None:
@@ -214,11 +201,7 @@ def test_dcp_load_takes_no_older_step_while_a_tier_cannot_be_read(
 
 @pytest.mark.parametrize("command", [("gc",), ("prune", "--keep-last", "2"), ("copy",), ("rm",)])
 def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
-    run: Path,
-    tmp_path: Path,
-    fault: Fault,
-    call: Call,
-    command: tuple[str, ...],
+    run: Path, tmp_path: Path, fault: Fault, call: Call, command: tuple[str, ...]
 ) -> None:
     name, *options = command
     before, target = digests(run), [tmp_path / "other"] if name == "copy" else []
@@ -235,8 +218,7 @@ def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
     assert call(name, given, *target, *options, "--yes").code == 0
 
 
-@pytest.mark.parametrize("command", ["ls", "report"])
-@pytest.mark.parametrize("match", ["/away", "/away/FORMAT.json"])
+@pytest.mark.parametrize(("command", "match"), [("ls", "/away"), ("report", "/away/FORMAT.json")])
 def test_folder_that_cannot_be_read_is_named_among_the_runs_below(
     run: Path, call: Call, source_fault: SourceFault, match: str, command: str
 ) -> None:
@@ -244,15 +226,6 @@ def test_folder_that_cannot_be_read_is_named_among_the_runs_below(
     source_fault.on("ESTALE", match, "scandir" if match == "/away" else "stat")
     found = call(command, run.parent)
     assert found.code == 3 and "away cannot be read: Stale file handle" in found.out + found.err, found.out + found.err
-
-
-@pytest.mark.parametrize(("command", "match"), [("ls", "/run/FORMAT.json"), ("report", "/run/FORMAT.json")])
-def test_runs_below_are_listed_and_exit_code_is_3_if_one_cannot_be_read(
-    run: Path, fault: Fault, call: Call, command: str, match: str
-) -> None:
-    fault.on("EIO", match)
-    found = call(command, run.parent)
-    assert found.code == 3 and "run" in found.out and "cannot be read" in found.out + found.err, found.out + found.err
 
 
 @pytest.fixture
@@ -265,13 +238,12 @@ def lease(tmp_path: Path) -> Iterator[Path]:
         cp.save(5).wait_durable(60)  # raises FencedError if another job owns the run
 
 
-@pytest.mark.parametrize("error", ["EIO", "ESTALE", "EACCES"])
 def test_run_is_not_taken_over_while_its_lease_cannot_be_read(
-    lease: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch, error: str
+    lease: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside.see_dead_trainers_after(monkeypatch, 0.1)
     run = lease.parent
-    fault.on(error, "/lease.json")
+    fault.on("EIO", "/lease.json")
     writer = ckpt.dcp.StorageWriter(str(run))
     with pytest.raises(dcp.CheckpointException, match="UnreadableError: cannot check now whether another process"):
         dcp.save({"w": torch.ones(4)}, checkpoint_id=9, storage_writer=writer, no_dist=True)
@@ -310,32 +282,6 @@ def test_save_names_the_error_if_a_folder_cannot_be_looked_at(
 
 
 # -- files of other libraries --
-
-
-@pytest.fixture
-def ray_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Simulate `ckpt.ray.worker` without Ray."""
-    ray = types.ModuleType("ray")
-    ray.__dict__.update(__version__="2.60.0", train=types.ModuleType("ray.train"))
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.train", ray.train)
-    inside.try_again_for(monkeypatch, 0.05)
-    yield importlib.import_module("ckpt.ray.worker")
-    for name in [name for name in sys.modules if name.startswith("ckpt.ray")]:
-        del sys.modules[name]
-
-
-@pytest.mark.parametrize("name", ["EIO", "EMFILE", "ENOENT"])
-def test_pointer_of_a_ray_checkpoint_is_damaged_only_if_it_is_lost(
-    tmp_path: Path, source_fault: SourceFault, ray_worker: Any, name: str
-) -> None:
-    (tmp_path / ray_worker.POINTER).write_text('{"run": "file:///x", "step": 3}')
-    reported = types.SimpleNamespace(path=str(tmp_path), as_directory=lambda: contextlib.nullcontext(tmp_path))
-    source_fault.on(name, ray_worker.POINTER, "open", count=0 if name == "ENOENT" else 1)
-    assert ray_worker.place_of(reported) == "file:///x@3"
-    source_fault.on(name, ray_worker.POINTER, "open")
-    with pytest.raises(CorruptError if name == "ENOENT" else UnreadableError):
-        ray_worker.place_of(reported)
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +359,7 @@ def test_import_and_diff_take_source_files_that_cannot_be_read_for_unreadable(
     assert result(0).code == 0 and different.code == 1
     calls = ("listdir", "stat") if match == "hf" else ("open", "stat", "pread", "preadv")
     for name, kind in zip(("EIO", "EMFILE", "ESTALE", "EACCES"), calls, strict=False):
-        for number, after in ((0, 0), (0, 1), (0, 2), (0, 4), (0, 6), (1, 0), (1, 3)):
+        for number, after in ((0, 0), (0, 1), (0, 4), (1, 0), (1, 3)):
             source_fault.on(name, match, kind, after=after)
             found = result(number)
             if found.code == 3:
@@ -421,23 +367,6 @@ def test_import_and_diff_take_source_files_that_cannot_be_read_for_unreadable(
             else:
                 assert (found.code, "damaged" in found.err) == (number, False), (kind, after, found.err)
                 assert not number or found.out == different.out
-
-
-@pytest.mark.parametrize(("source", "match"), FOREIGN)
-def test_import_survives_source_files_that_cannot_be_read_for_a_moment(
-    foreign: Path,
-    tmp_path: Path,
-    source_fault: SourceFault,
-    call: Call,
-    monkeypatch: pytest.MonkeyPatch,
-    source: str,
-    match: str,
-) -> None:
-    inside.try_again_for(monkeypatch, 20.0, 0.01)
-    for number, after in enumerate((0, 1, 3)):
-        source_fault.on("ESTALE", match, "open", "stat", "listdir", "pread", after=after, count=3)
-        assert call("import", foreign / source, tmp_path / f"out{number}").code == 0
-        assert source_fault.left in ((0, 3) if after else (0,))
 
 
 def test_negative_control_absent_source_files_stay_absent(
@@ -456,46 +385,17 @@ def test_negative_control_absent_source_files_stay_absent(
     assert "changed while it was read" in found.err
 
 
-@pytest.mark.parametrize("name", ["EIO", "ESTALE", "EACCES"])
 def test_restore_and_diff_of_a_run_whose_folder_cannot_be_read_exit_with_3(
-    run: Path, tmp_path: Path, source_fault: SourceFault, fault: Fault, call: Call, name: str
+    run: Path, tmp_path: Path, source_fault: SourceFault, fault: Fault, call: Call
 ) -> None:
-    source_fault.on(name, "/run", "stat", "listdir", "scandir")
-    fault.on(name, "/run/")
+    source_fault.on("ESTALE", "/run", "stat", "listdir", "scandir")
+    fault.on("ESTALE", "/run/")
     export = ("export", run, "--to", tmp_path / "out", "--only", "w")
     for work in (export, ("diff", run, run), ("diff", f"{run}@1", f"{run}@2")):
         assert call(*work).code == 3
     fault.off()
     source_fault.left = 0
     assert call(*export).code == 0
-
-
-def test_unfinished_export_whose_plan_cannot_be_read_is_not_taken_for_another(
-    run: Path, tmp_path: Path, source_fault: SourceFault, call: Call
-) -> None:
-    folder = tmp_path / "out.partial"
-    folder.mkdir()
-    (folder / "plan.json").write_text('{"plan": "another"}')
-    source_fault.on("EIO", "plan.json", "open")
-    found = call("export", run, "--to", tmp_path / "out", "--only", "w")
-    assert found.code == 3 and "plan.json cannot be read now" in found.err
-    source_fault.left = 0
-    found = call("export", run, "--to", tmp_path / "out", "--only", "w")
-    assert found.code == 2 and "unfinished export from another source" in found.err
-
-
-def test_dcp_raises_while_the_newest_step_cannot_be_read(tmp_path: Path, fault: Fault) -> None:
-    run = tmp_path / "run"
-    for step in (1, 2):
-        dcp.save({"w": torch.full((1000,), float(step))}, storage_writer=ckpt.dcp.StorageWriter(str(run), step=step))
-    state = {"w": torch.zeros(1000)}
-    for match in (pattern(DATA), pattern(MANIFEST)):
-        fault.on("EACCES", match)
-        with pytest.raises(dcp.api.CheckpointException, match=r"step 2 cannot be read now: .*Permission denied"):
-            dcp.load(state, storage_reader=ckpt.dcp.StorageReader(str(run)))
-    fault.off()
-    dcp.load(state, storage_reader=ckpt.dcp.StorageReader(str(run)))
-    assert float(state["w"][0]) == 2.0
 
 
 def test_all_ranks_raise_while_one_of_them_cannot_read_its_share(run: Path, fault: Fault) -> None:
@@ -521,11 +421,7 @@ def test_all_ranks_raise_while_one_of_them_cannot_read_its_share(run: Path, faul
 
 @pytest.mark.parametrize("name", FEW)
 def test_readers_survive_errors_that_last_a_moment(
-    run: Path,
-    fault: Fault,
-    call: Call,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    run: Path, fault: Fault, call: Call, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     inside.try_again_for(monkeypatch, 20.0, 0.01)
     match = str(pack(run, 2))
@@ -557,12 +453,7 @@ def test_restore_waits_for_a_folder_that_is_away_for_a_moment(
 
 
 @pytest.mark.parametrize("folder", ["", DATA_FOLDER])
-def test_commands_take_a_folder_that_is_away_for_unreadable(
-    run: Path,
-    saved: Path,
-    call: Call,
-    folder: str,
-) -> None:
+def test_commands_take_a_folder_that_is_away_for_unreadable(run: Path, saved: Path, call: Call, folder: str) -> None:
     """Control: a file that is missing in a folder that is there is damage."""
     before = digests(run)
     os.rename(run / folder, run.parent / "away")
@@ -578,10 +469,7 @@ def test_commands_take_a_folder_that_is_away_for_unreadable(
 
 
 def test_a_listing_made_while_a_mount_is_away_does_not_make_files_lost(
-    run: Path,
-    saved: Path,
-    call: Call,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, saved: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`repair` lists the data files once. Without a second look, each of them would be gone."""
     from ckpt_backends.local import LocalStore
@@ -599,11 +487,7 @@ def test_a_listing_made_while_a_mount_is_away_does_not_make_files_lost(
     assert found.code == 0 and "nothing is damaged" in found.out and lists and digests(run) == before
 
 
-def test_a_listed_log_record_that_cannot_be_found_is_not_skipped(
-    run: Path,
-    fault: Fault,
-    call: Call,
-) -> None:
+def test_a_listed_log_record_that_cannot_be_found_is_not_skipped(run: Path, fault: Fault, call: Call) -> None:
     """Control: once the record is really gone, the run is damaged."""
     newest = max((run / "log").glob("*.json"))
     fault.on("ENOENT", str(newest))
@@ -699,11 +583,13 @@ def own_state(loader: Loader) -> dict[str, Any]:
     return {"w": torch.zeros(1), "loader": loader}
 
 
-@pytest.mark.parametrize(("at", "call"), [("load_state_dict", 1), ("state_dict", 2)])
 @pytest.mark.parametrize(
-    "error",
-    [OSError(errno.EMFILE, "Too many open files"), TimeoutError(), KeyError("lr")],
-    ids=lambda error: type(error).__name__,
+    ("error", "at", "call"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "load_state_dict", 1),
+        (TimeoutError(), "state_dict", 2),
+        (KeyError("lr"), "load_state_dict", 1),
+    ],
 )
 def test_error_of_the_users_code_skips_no_checkpoint(tmp_path: Path, error: Exception, at: str, call: int) -> None:
     """It is raised as it is, nothing is saved of the half restored state, and the next start has the newest step."""
@@ -736,10 +622,7 @@ def hurt(path: Path) -> None:
     "harm", [hurt, lambda path: os.truncate(path, 10_000), lambda path: path.unlink()], ids=["bytes", "length", "gone"]
 )
 def test_real_damage_is_still_noticed_and_passed_over(
-    run: Path,
-    saved: Path,
-    call: Call,
-    harm: Callable[[Path], None],
+    run: Path, saved: Path, call: Call, harm: Callable[[Path], None]
 ) -> None:
     """Control: the same readers, on a file that is really damaged or deleted."""
     before = digests(run)

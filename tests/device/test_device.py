@@ -35,6 +35,14 @@ def elsewhere(work: Callable[[], Any]) -> Any:
     return found[0]
 
 
+def fetched(source: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Return page-locked memory that receives an asynchronous copy on that stream."""
+    here = torch.zeros(source.shape, dtype=source.dtype, pin_memory=True)
+    with torch.cuda.stream(stream):
+        here.copy_(source, non_blocking=True)
+    return here
+
+
 @pytest.fixture
 def source() -> torch.Tensor:
     found = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
@@ -43,6 +51,23 @@ def source() -> torch.Tensor:
 
 
 # -- order --
+
+
+def test_copy_without_a_wait_is_torn(source: torch.Tensor) -> None:
+    """An update overwrites part of it during the copy. Behind an event it does not."""
+    side = torch.cuda.Stream()
+    for ordered in (False, True):
+        source.fill_(1)
+        torch.cuda.synchronize()
+        with simulated.turned(d2h_gbs=0.02):
+            here = fetched(source, side)
+            while here[0] != 1:
+                time.sleep(0.001)
+            if ordered:
+                torch.cuda.current_stream().wait_stream(side)
+            source.fill_(7)
+            torch.cuda.synchronize()
+        assert sorted(set(here.tolist())) == ([1] if ordered else [1, 7])
 
 
 def test_streams_come_from_a_pool_of_32_streams() -> None:

@@ -170,26 +170,6 @@ def test_score_without_best_or_tier_fails(run_dir: str) -> None:
             ckpt.Checkpointer(toy.build(), best=best, **place)  # type: ignore[arg-type]
 
 
-def test_pinned_steps_stay_next_to_best(run_dir: str) -> None:
-    """`pin` and `score` do not remove each other's steps, in this start or the next."""
-    state, best = toy.build(), ckpt.Best("loss")
-    for last in (6, 10):
-        with ckpt.Checkpointer(state, run_dir, every=1, keep=2, best=best) as cp:
-            for step in range(cp.restore(default=0) + 1, last + 1):
-                toy.train_step(state)
-                cp.step(step)
-                if step == 2:
-                    cp.pin(2, "epoch 1")
-                    cp.pin(3, "loss=low")
-                if step in (3, 8):
-                    cp.score(step, 1 / step)
-        assert kept(run_dir) == (
-            {2: "epoch 1", 3: f"best, loss={1 / 3!r}, loss=low"}
-            if last == 6
-            else {2: "epoch 1", 8: "best, loss=0.125", 3: "loss=low"}
-        )
-
-
 def test_step_pinned_by_command_keeps_its_note(run_dir: str, call: Any) -> None:
     """A step pinned by `ckpt pin` that is among the best for a while has both notes then, and only its own later."""
     train(run_dir, ckpt.Best("loss"), 3, {3: 0.5})
@@ -344,7 +324,6 @@ def test_score_of_rank_0_decides(run_dir: str) -> None:
 
 
 def test_rank_0_alone_may_score_saved_step(run_dir: str) -> None:
-    """Rank 0 does not wait for other ranks."""
     done = launch(2, RANKS, run_dir, "first", 0, port=free_port())
     assert [one.returncode for one in done] == [0, 0], done[0].stderr
     assert [line.split()[1] for line in done[0].stdout.splitlines()] == ["True", "True", "True"] and not done[1].stdout
@@ -352,7 +331,6 @@ def test_rank_0_alone_may_score_saved_step(run_dir: str) -> None:
 
 
 def test_disagreeing_scores_fail_on_all_ranks(run_dir: str) -> None:
-    """A score that rank 0 rejects is an error on all ranks, and no rank waits long."""
     code = """
 import sys, torch, torch.distributed as dist, ckpt, parallel
 torch.set_num_threads(1)

@@ -78,7 +78,6 @@ def corner(which: str, any_build: bool) -> tuple[Path, str]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", ["oldest", "newest"])
 def test_promises_hold_with_claimed_versions(which: str, request: pytest.FixtureRequest) -> None:
-    """The tests of the promises pass in this environment."""
     python, torch = corner(which, request.config.getoption("--any-build"))
     words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "filterwarnings="]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHON", "CKPT_"))}

@@ -137,7 +137,6 @@ def test_rm_without_step_explains_deletion(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_failed_import_does_not_advise_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only `ckpt ls` advises it for a folder that is not a run."""
     assert app.main(["import", str(tmp_path / "nothing"), str(tmp_path / "run")]) == 2
     assert "`ckpt import" not in (said := capsys.readouterr().err) and "does not exist" in said
     assert app.main(["ls", str(tmp_path)]) == 2
@@ -194,7 +193,6 @@ def test_common_wrong_state_entries_are_explained(value: object, told: str, tmp_
 
 
 def test_gc_reports_no_own_file_as_foreign(tmp_path: Path) -> None:
-    """`ckpt gc` knows all files of a run."""
     with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, str(tmp_path)) as cp:
         cp.step(1)
     command = [sys.executable, "-m", "ckpt", "gc", "--json", str(tmp_path)]

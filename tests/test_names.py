@@ -11,7 +11,6 @@ TWICE = {"CheckpointCallback"}  # one for each trainer, under the name that user
 
 
 def test_public_classes_have_distinct_names() -> None:
-    """A class name identifies one class in the whole library."""
     names = [
         node.name
         for package in PACKAGES

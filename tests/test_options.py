@@ -27,7 +27,6 @@ def test_constructor_has_at_most_nine_arguments(kind: Any) -> None:
     ],
 )  # fmt: skip
 def test_options_reject_wrong_values(name: str, wrong: Any) -> None:
-    """The message names the option. The defaults are accepted."""
     with pytest.raises(InvalidArgumentError, match=name if name != "metrics" else "metrics|prometheus_port"):
         ckpt.Options(**{name: wrong})
     ckpt.Options(**{name: getattr(ckpt.Options(), name)})

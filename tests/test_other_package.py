@@ -38,7 +38,6 @@ def python(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_own_package_alone_logs_nothing(site: Path) -> None:
-    """Negative control: ours alone."""
     ended = python(site, "-c", "import ckpt; print(ckpt.Tier.__name__)")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "Tier\n", "")
 

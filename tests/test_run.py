@@ -97,7 +97,6 @@ def test_run_of_other_folder_fails(tmp_path: Path) -> None:
 
 
 def test_dir_lists_only_public_names() -> None:
-    """`dir()` of the package and of the user's objects lists only public names."""
     seen = {name for name in dir(ckpt.Checkpointer) if not name.startswith("_")}
     assert seen == {
         "step", "save", "stage", "restore", "wait", "close", "request_save", "score", "pin", "unpin",

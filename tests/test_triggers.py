@@ -49,14 +49,6 @@ def test_each_constructor_keeps_its_arguments() -> None:
     assert all(type(value) is float for value in values)
 
 
-def test_trigger_is_immutable_and_hashable() -> None:
-    """It is immutable, equals triggers with the same arguments, and is hashable."""
-    one = ckpt.triggers.on_signal("SIGTERM")
-    with pytest.raises(AttributeError):
-        one.grace_s = 1.0  # type: ignore[misc]
-    assert len({one, ckpt.triggers.on_signal(15), ckpt.triggers.on_signal("SIGHUP")}) == 2
-
-
 def test_duplicate_names_count_once() -> None:
     """A trigger may name a signal or a cloud twice; the order of first occurrence is kept."""
     assert ckpt.triggers.on_signal("SIGUSR1", "SIGTERM", 15, "SIGUSR1").numbers == (signal.SIGUSR1, signal.SIGTERM)
@@ -80,26 +72,19 @@ def test_deadline_accepts_number_datetime_and_duration() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no such name": (lambda: ckpt.triggers.on_signal("TERM"), "'TERM' is not a signal: use a name like 'SIGTERM'"),
-    "lower case": (lambda: ckpt.triggers.on_signal("sigterm"), "'sigterm' is not a signal"),
     "no such number": (lambda: ckpt.triggers.on_signal(0), "0 is not a signal"),
     "ours": (lambda: ckpt.triggers.on_signal(int(signal.SIGRTMIN) + 6), "is not a signal"),
     "a constant": (lambda: ckpt.triggers.on_signal("SIG_DFL"), "'SIG_DFL' is not a signal"),
     "a list": (lambda: ckpt.triggers.on_signal(["SIGTERM"]), "is not a signal"),  # type: ignore[arg-type]
-    "None": (lambda: ckpt.triggers.on_signal(None), "None is not a signal"),  # type: ignore[arg-type]
     "KILL": (
         lambda: ckpt.triggers.on_signal("SIGKILL"),
         "SIGKILL cannot be a trigger, because Python cannot handle it",
     ),
     "STOP": (lambda: ckpt.triggers.on_signal(19), "SIGSTOP cannot be a trigger"),
     "SEGV": (lambda: ckpt.triggers.on_signal("SIGTERM", "SIGSEGV"), "SIGSEGV cannot be a trigger"),
-    "BUS": (lambda: ckpt.triggers.on_signal("SIGBUS"), "SIGBUS cannot be a trigger"),
-    "FPE": (lambda: ckpt.triggers.on_signal("SIGFPE"), "SIGFPE cannot be a trigger"),
-    "ILL": (lambda: ckpt.triggers.on_signal("SIGILL"), "SIGILL cannot be a trigger"),
     "grace 0": (lambda: ckpt.triggers.on_signal(grace_s=0), "grace_s=0: it must be a number of seconds above 0"),
     "grace below": (lambda: ckpt.triggers.on_signal(grace_s=-1), "grace_s=-1: it must be a number of seconds above 0"),
     "grace without end": (lambda: ckpt.triggers.on_signal(grace_s=math.inf), "grace_s=inf: it must"),
-    "grace nan": (lambda: ckpt.triggers.on_signal(grace_s=math.nan), "grace_s=nan: it must"),
-    "grace true": (lambda: ckpt.triggers.on_signal(grace_s=True), "grace_s=True: it must"),
     "grace text": (lambda: ckpt.triggers.on_signal(grace_s="30s"), "grace_s='30s': it must"),  # type: ignore[arg-type]
     "cloud": (
         lambda: ckpt.triggers.on_preemption("aws"),
@@ -116,9 +101,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "both": (lambda: ckpt.triggers.on_deadline(1.0, in_s=1.0), "pass `at` or `in_s`, not both"),
     "at inf": (lambda: ckpt.triggers.on_deadline(math.inf), "at=inf: it must be a datetime"),
-    "at nan": (lambda: ckpt.triggers.on_deadline(math.nan), "at=nan: it must be a datetime"),
     "in 0": (lambda: ckpt.triggers.on_deadline(in_s=0), "in_s=0: it must be a number of seconds above 0"),
-    "in the past": (lambda: ckpt.triggers.on_deadline(in_s=-5), "in_s=-5: it must be a number of seconds above 0"),
     "before below": (
         lambda: ckpt.triggers.on_deadline(before_s=-1),
         "before_s=-1: it must be a number of seconds of at least 0",
@@ -127,7 +110,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ckpt.triggers.on_deadline(before_s=math.inf),
         "before_s=inf: it must be a number of seconds of at least 0",
     ),
-    "before nan": (lambda: ckpt.triggers.on_deadline(before_s=math.nan), "before_s=nan"),
     "action": (lambda: ckpt.triggers.on_hang(action="kill"), 'action=\'kill\': it must be "report" or "exit"'),
     "no action": (lambda: ckpt.triggers.on_hang(action=None), "action=None"),  # type: ignore[arg-type]
     "factor 0": (lambda: ckpt.triggers.on_hang(factor=0), "factor"),
@@ -137,9 +119,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "min 0": (lambda: ckpt.triggers.on_hang(min_s=0), "min_s=0: it must be a number of seconds above 0"),
     "share 0": (lambda: ckpt.triggers.on_memory_pressure(share=0), "share=0: it must be a number between 0 and 1"),
-    "share 1": (lambda: ckpt.triggers.on_memory_pressure(share=1), "share=1: it must"),
+    "share text": (lambda: ckpt.triggers.on_memory_pressure(share="5%"), "share='5%'"),  # type: ignore[arg-type]
     "share in percent": (lambda: ckpt.triggers.on_memory_pressure(share=5), "share=5: it must"),
-    "share nan": (lambda: ckpt.triggers.on_memory_pressure(share=math.nan), "share=nan: it must"),
 }
 
 
@@ -151,36 +132,13 @@ def test_invalid_trigger_arguments_are_rejected(case: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: ckpt.triggers.on_deadline("2030-01-01"),
-        lambda: ckpt.triggers.on_deadline(before_s="60"),
-        lambda: ckpt.triggers.on_memory_pressure(share="5%"),
-    ],
-    ids=["at", "before_s", "share"],
-)
-def test_text_instead_of_number_is_rejected(call: Callable[[], Any]) -> None:
-    """A UsageError names the setting, as for grace_s and min_s."""
-    with pytest.raises(UsageError):
-        call()
-
-
 def test_signal_of_faulthandler_is_rejected() -> None:
     """faulthandler handles SEGV, BUS, FPE, ILL and ABRT, so a trigger for them could never work."""
     with pytest.raises(UsageError, match="SIGABRT"):
         ckpt.triggers.on_signal("SIGABRT")
 
 
-def test_error_about_factor_mentions_no_seconds() -> None:
-    """The message about a factor does not mention seconds."""
-    with pytest.raises(UsageError) as caught:
-        ckpt.triggers.on_hang(factor=0)
-    assert "seconds" not in str(caught.value)
-
-
 def test_auto_is_all_triggers_with_defaults() -> None:
-    """ "auto" has one trigger of each kind, with the default arguments."""
     found = as_triggers("auto")
     kinds = [OnSignal, OnPreemption, OnDeadline, OnException, OnOom, OnHang, OnMemoryPressure]
     assert [type(one) for one in found] == kinds
@@ -192,12 +150,10 @@ def test_auto_is_all_triggers_with_defaults() -> None:
 
 
 def test_none_and_empty_list_mean_no_triggers() -> None:
-    """Both mean that nothing is installed."""
     assert as_triggers(None) == as_triggers([]) == as_triggers(()) == ()
 
 
 def test_list_of_triggers_is_kept() -> None:
-    """Any iterable or a single trigger is accepted, and the order is kept."""
     one, two = ckpt.triggers.on_signal("SIGTERM"), ckpt.triggers.on_oom()
     assert as_triggers([one, two]) == as_triggers((one, two)) == as_triggers(iter([one, two])) == (one, two)
     assert as_triggers(one) == (one,)
@@ -221,7 +177,6 @@ def test_invalid_triggers_value_is_rejected(given: object) -> None:
 
 @pytest.mark.parametrize("given", ["SIGTERM", 15, None, ["auto"]])
 def test_invalid_item_among_triggers_is_rejected(given: object) -> None:
-    """Each item is checked, also after a correct one."""
     with pytest.raises(UsageError, match=re.escape(f"{given!r} is not a trigger")):
         as_triggers([ckpt.triggers.on_oom(), given])
 
@@ -247,7 +202,6 @@ def test_duplicate_triggers_are_rejected() -> None:
 
 
 def test_checkpointer_rejects_triggers_before_creating_files(run_dir: str, tmp_path: Any) -> None:
-    """A wrong trigger creates no folder for the run."""
     with pytest.raises(UsageError, match="not a trigger"):
         ckpt.Checkpointer({"n": 1}, run_dir, triggers=[ckpt.triggers.on_signal])
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import ckpt
-from processes import Forked, eventually, run_python, start_python
+from processes import Forked, run_python, start_python
 
 STARTS = pytest.mark.parametrize("run", (subprocess.run, run_python), ids=("spawned", "forked"))
 
@@ -70,80 +70,6 @@ print(sorted(vars()), threading.active_count(), len(os.listdir("/proc/self/fd"))
     assert inside == f"{[*names, 'os', 'sys', 'threading']} 1 4 False"
 
 
-@STARTS
-def test_scripts_and_modules_run(run: Any, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys, there\nprint(__name__, __file__, sys.argv, there.__name__, sys.path[0])\n")
-    (tmp_path / "there.py").touch()
-    words: list[Any] = [sys.executable, script, "a"]
-    done = run(words, capture_output=True, text=True)
-    assert done.stdout == f"__main__ {script} {[str(script), 'a']} there {tmp_path}\n", done.stderr
-    done = run([sys.executable, "-m", "script", "a"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == f"__main__ {script} {[str(script), 'a']} there {tmp_path}\n", done.stderr
-
-
-def test_torchrun_starts_ranks_from_zygote(tmp_path: Path) -> None:
-    """They are children of a process of torchrun, which prints their output and exit codes, and end before it."""
-    script = tmp_path / "rank.py"
-    script.write_text("""
-import os, psutil, signal
-line = " ".join(word for word in psutil.Process(os.getppid()).parent().cmdline() if word)
-print(os.getpid(), "torch.distributed.run" in line, os.getsid(0) == os.getpid(), "torch" in dir(), flush=True)
-os.kill(os.getpid(), signal.SIGSEGV)
-""")
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", script]
-    done = run_python(words, capture_output=True, text=True, timeout=60)
-    assert done.stdout, done.stderr
-    pid, *facts = done.stdout.split()
-    assert facts == ["True", "True", "False"] and "exitcode  : -11" in done.stderr, done.stderr
-    assert done.returncode == 1 and not psutil.pid_exists(int(pid))
-
-
-def test_signals_pipes_and_sessions() -> None:
-    echo = """
-import os, sys
-print(os.getpid(), os.getsid(0), flush=True)
-for line in sys.stdin:
-    print(line.strip(), flush=True)
-"""
-    pipe = subprocess.PIPE
-    with start_python(
-        [sys.executable, "-c", echo], stdin=pipe, stdout=pipe, text=True, start_new_session=True
-    ) as process:
-        assert process.stdout is not None and process.stdin is not None
-        assert process.stdout.readline() == f"{process.pid} {process.pid}\n"
-        process.stdin.write("hello\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "hello\n"
-        assert process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.01)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == -signal.SIGINT
-        assert process.poll() == -signal.SIGINT
-
-
-def test_ended_process_keeps_pid_until_wait() -> None:
-    process = start_python([sys.executable, "-c", "import os; os._exit(9)"])
-    try:
-        child = psutil.Process(process.pid)
-        assert eventually(lambda: child.status() == psutil.STATUS_ZOMBIE)
-    finally:
-        assert process.wait(30) == 9
-    assert eventually(lambda: not psutil.pid_exists(process.pid))
-
-
-def test_children_draw_different_random_numbers() -> None:
-    draw = "import random, numpy; print(random.random(), numpy.random.random())"
-    found = {python(run_python, draw)[1] for _ in range(3)}
-    assert len(found) == 3
-
-
-def test_torch_works_in_forked_process() -> None:
-    code = "import torch; x = torch.ones(300, 300, requires_grad=True); (x @ x).sum().backward(); print(x.grad.sum())"
-    assert python(run_python, code) == (0, "tensor(54000000.)\n", "")
-
-
 def facts(process: psutil.Process) -> dict[str, Any]:
     """Return what other processes can see of a process."""
     line = [word for word in process.cmdline() if word]
@@ -174,7 +100,6 @@ def test_forked_writer_equals_spawned_writer(run_dir: str, monkeypatch: pytest.M
 
 
 def test_forked_writer_has_its_fail_points(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses the fail points of its own environment."""
     monkeypatch.setenv("CKPT_FAIL", "writer/data_file.written:enospc:1")
     with ckpt.Checkpointer({"x": 1}, run_dir, options=ckpt.Options(on_error="warn")) as cp:
         cp.restore(default=0)

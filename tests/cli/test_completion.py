@@ -45,7 +45,6 @@ def completed(text: str, shell: dict[str, str], where: Path) -> list[str]:
 
 
 def test_bash_completes_commands_options_and_folders(shell: dict[str, str], tmp_path: Path) -> None:
-    """Commands are completed by prefix, options for their command, and folders if a run is expected."""
     assert completed("ckpt re", shell, tmp_path) == [name for name in COMMANDS if name.startswith("re")]
     assert completed("ckpt verify --no", shell, tmp_path) == ["--no-data"]
     assert completed("ckpt restore x --format d", shell, tmp_path) == ["dcp"]
@@ -55,7 +54,6 @@ def test_bash_completes_commands_options_and_folders(shell: dict[str, str], tmp_
 
 @pytest.mark.parametrize(("name", "first"), [("zsh", "#compdef ckpt"), ("fish", "function _ckpt_completion")])
 def test_other_shells_have_completion_scripts(shell: dict[str, str], name: str, first: str) -> None:
-    """The guide names the script of each shell, and an installed shell accepts it."""
     assert f"_CKPT_COMPLETE={name}_source ckpt" in GUIDE
     done = subprocess.run(
         ["ckpt"],

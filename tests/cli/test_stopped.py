@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["hf", "x.pt", "x.safetensors", "dcp", "run"])
+@pytest.mark.parametrize("name", ["hf", "x.pt", "dcp", "run"])
 def test_stopped_export_is_resumed(made: Path, tmp_path: Path, call: Any, name: str) -> None:
     """The target does not exist. The same call resumes, and its result equals an uninterrupted export."""
     more = {"dcp": ("--format", "dcp"), "run": ("--format", "run", "--world-size", 2)}.get(name, ())
@@ -69,7 +69,6 @@ def test_stopped_export_is_resumed(made: Path, tmp_path: Path, call: Any, name: 
 
 
 def test_export_stopped_at_the_end_is_complete(made: Path, tmp_path: Path, call: Any) -> None:
-    """The target exists and is complete, and the message reports that."""
     line = stopped("export.appeared@1", "restore", made / "run", "--to", tmp_path / "hf")
     assert line == f"ckpt: stopped. {tmp_path / 'hf'} is complete"
     assert call("diff", tmp_path / "hf", made / "run", "--only", "*.weight").code == 0
@@ -117,7 +116,6 @@ def test_rm_stopped_early_deletes_nothing(made: Path, tmp_path: Path, call: Any)
 
 
 def test_stopped_verify_prints_one_line(made: Path) -> None:
-    """A command that only reads also prints one line."""
     done = interrupted("verify", made / "run")
     assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "ckpt: stopped", "")
 

@@ -17,7 +17,7 @@ import sys
 import termios
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,39 +30,17 @@ from rich.text import Text
 import ckpt
 import toy
 from ckpt.store import normalise, open_store
-from ckpt.tools.cli import app, top_data
+from ckpt.tools.cli import top_data
 from ckpt.tools.cli.top_data import RunWatch
 from ckpt.tools.cli.top_view import RunStored, TopView, lines
 from ckpt.tools.observe.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus
-from commands import Result
-from processes import PYTHONPATH, eventually, start_python, writers
+from commands import Result, run_here
+from live_child import child
+from processes import PYTHONPATH, eventually, writers
 
 PATIENCE_S = 60.0
 RUN = "file:///data/runs/exp1"
 FAR = "s3://bucket/exp1"
-
-CHILD = """
-import os, sys
-import torch
-if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-import toy, ckpt
-
-state = toy.build()
-cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=10))
-step = cp.restore(default=0)
-for line in sys.stdin:
-    for _ in range(int(line)):
-        toy.train_step(state)
-        step += 1
-        save = cp.step(step)
-    save.wait_staged(30.0)
-    cp.wait(30.0)
-    os.write(1, f"{step}\\n".encode())
-cp.close()
-os._exit(0)
-"""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -71,13 +49,11 @@ def environment(**more: str) -> dict[str, str]:
 
 def top(*arguments: str, **more: str) -> Result:
     """Run `ckpt top` once in this process with other environment variables."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top_data, "LEAVE_S", PATIENCE_S)  # prevents a slow machine from ending this process
         for name, value in more.items():
             patch.setenv(name, value)
-        code = app.main(["top", *arguments])
-    return Result(code, out.getvalue(), err.getvalue())
+        return run_here("top", *arguments)
 
 
 def seen(run: str, **more: str) -> dict[str, Any]:
@@ -85,25 +61,6 @@ def seen(run: str, **more: str) -> dict[str, Any]:
     done = top(run, "--once", "--json", **more)
     assert done.code == 0, done.err
     return dict(done.json)
-
-
-@contextmanager
-def child(run: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[int], int]]]:
-    """Start a trainer in its own process. Yield it with a function that makes it do steps."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    settings = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_WAIT_POLICY": "passive", **more}
-    with start_python([sys.executable, "-c", CHILD, run], env=settings, **pipes) as process:
-
-        def go(steps: int) -> int:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
-            return int(process.stdout.readline())
-
-        try:
-            yield process, go
-        finally:
-            process.kill()
 
 
 @contextmanager
@@ -175,9 +132,8 @@ def test_view_shows_problems() -> None:
     assert "no trainer on this machine" in text and "cannot be read: no route to host" in text
 
 
-@pytest.mark.parametrize("width", [10, 40, 80, 200])
+@pytest.mark.parametrize("width", [10, 40, 200])
 def test_view_fits_into_any_terminal(width: int) -> None:
-    """No line is wider than the terminal, and the step fits into 40 columns."""
     ranks = [rank_status(rank, fault="x" * 500, fault_at="2026", doing="tränen語語") for rank in range(8)]
     for view in (
         TopView(RUN, ranks, stored=RunStored(RUN * 5, 1.0)),
@@ -237,7 +193,7 @@ def test_run_is_shown_through_its_whole_life(run_dir: str) -> None:
     nowhere = top("memory:nobody")
     assert nowhere.code == 2 and "this run has no writer on this machine" in nowhere.err
     with child(run_dir) as (process, go):
-        assert go(25) == 25
+        assert go(25)["step"] == 25
         found = seen(run_dir)
         (rank,) = found["ranks"]
         assert found["trains"] and found["run"] == normalise(run_dir) and found["world"] == 1 and not found["elsewhere"]
@@ -274,7 +230,7 @@ def test_top_lists_writers_of_this_machine(run_dir: str, own_sockets: Path) -> N
     none = top()
     assert none.code == 0 and "no writer" in none.out
     with child(run_dir) as (process, go):
-        assert go(25) == 25
+        assert go(25)["step"] == 25
         (one,) = top("--json").json["writers"]
         (writer,) = writers(own_sockets)
         assert (one["writer"], one["trainer"], one["not_durable"], one["leaves_s"]) == (writer.pid, "alive", 25, None)
@@ -295,7 +251,7 @@ def test_top_lists_writers_of_this_machine(run_dir: str, own_sockets: Path) -> N
 def test_dead_trainer_and_writer_are_not_shown_running(run_dir: str, own_sockets: Path) -> None:
     """The recent run metrics show a running trainer, but this machine shows that it is gone."""
     with child(run_dir) as (process, go):
-        assert go(12) == 12
+        assert go(12)["step"] == 12
         assert eventually(lambda: seen(run_dir)["place"]["seen_step"] is not None, PATIENCE_S)
         for one in writers(own_sockets):
             one.suspend()  # so that it does not detect the trainer's end
@@ -306,17 +262,6 @@ def test_dead_trainer_and_writer_are_not_shown_running(run_dir: str, own_sockets
         assert eventually(lambda: not seen(run_dir)["silent"], PATIENCE_S)
         text = top(run_dir, "--once").out
     assert "no trainer on this machine" in text and "it has run on" in text and "it runs on" not in text, text
-
-
-def test_hostile_folder_names_are_shown_escaped(tmp_path: Path) -> None:
-    """The folder name of the run has escapes and markup, while it trains and afterwards."""
-    run = str(tmp_path / "[red]x[/red]\x1b[2J\x1b]0;owned\x07")
-    with training(run):
-        live = top(run, "--once")
-    after = top(run, "--once")
-    for done in (live, after):
-        assert done.code == 0 and "[red]x[/red]" in done.out and "\x1b" not in done.out
-        assert "\\x1b[2J" in done.out
 
 
 def test_ranks_on_other_machines_are_distinguished(run_dir: str, own_sockets: Path, tmp_path: Path) -> None:
@@ -342,20 +287,6 @@ def test_ranks_on_other_machines_are_distinguished(run_dir: str, own_sockets: Pa
             text = top(run_dir, "--once").out
             assert "world 2 (1 here)" in text and "1 rank elsewhere" in text
             assert "the run's location has step 10 of all ranks" in text
-
-
-def test_unresponsive_writer_is_shown(run_dir: str, own_sockets: Path) -> None:
-    """The output shows that the writer does not respond."""
-    with training(run_dir):
-        (writer,) = writers(own_sockets)
-        writer.suspend()
-        try:
-            found = seen(run_dir)
-            assert found["silent"] == {"0": "does not respond"} and not found["ranks"]
-            assert found["place"]["newest"] == 10
-        finally:
-            writer.resume()
-        assert eventually(lambda: bool(seen(run_dir)["ranks"]), PATIENCE_S)
 
 
 def test_top_finds_memory_runs_and_later_tiers(run_dir: str, tmp_path: Path) -> None:

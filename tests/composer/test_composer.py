@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from documents import blocks
-from foreign import python_with
+from foreign import warmed
 from parallel import free_port, launch
 from processes import REPO, killed
 
@@ -86,9 +87,9 @@ for kill_at in kills:
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
+def python() -> Iterator[Path]:
     """Return an interpreter with Composer and our packages."""
-    return python_with("composer")
+    yield from warmed("composer", "composer_on_cpu", "composer.optim")
 
 
 def test_killed_composer_training_continues_exactly(python: Path, tmp_path: Path) -> None:
@@ -98,7 +99,8 @@ def test_killed_composer_training_continues_exactly(python: Path, tmp_path: Path
     def start(*kills: int) -> list[list[list[Any]]]:
         """Train until each of these batches (-1: without the callback), and return each rank's lines, seconds first."""
         words = f"import composer_on_cpu\n{CALLBACK}{TRAINING}", tmp_path / "run", *kills
-        done = launch(2, *words, port=free_port(), python=python, LOCAL_WORLD_SIZE="2", NODE_RANK="0")
+        alone = {"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "PYTHONWARNINGS": "ignore"}
+        done = launch(2, *words, port=free_port(), python=python, **alone)
         assert all(killed(one) if kills[-1] else one.returncode == 0 for one in done), done[0].stderr[-4000:]
         return [[json.loads(line) for line in one.stdout.splitlines() if line.startswith("[")] for one in done]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,10 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from commands import spawn
-from foreign import warmed
+from foreign import errors_of_versions, run_foreign, warmed
 from parallel import said_by
-from processes import PYTHONPATH
 
 MAIN = "import deepspeed_toy; deepspeed_toy.main()"
 PIPELINE = "import deepspeed_pipeline_toy; deepspeed_pipeline_toy.main()"
@@ -30,12 +26,10 @@ KILLED, STEPS = 4, 7  # as in deepspeed_toy
 CASES = (
     "0-fp32",
     "0-bf16",
-    "0-fp16",
     "1-bf16",
     "1-bf16-fp32-sums",
     "2-fp16-twice",
     "2-bf16-offload",
-    "3-bf16",
     "3-fp16",
     "3-fp32-offload",
 )
@@ -43,9 +37,7 @@ OTHERS = {  # the stage that each is restored into
     "0-fp32": "3-fp32-offload",
     "0-bf16": "2-bf16-offload",
     "1-bf16": "3-bf16",
-    "1-bf16-fp32-sums": "0-bf16",
     "2-fp16-twice": "3-fp16",
-    "3-bf16": "1-bf16",
     "3-fp16": "0-fp16",
     "3-fp32-offload": "2-fp32",
 }
@@ -141,10 +133,9 @@ def test_restored_file_equals_zero_to_fp32(case: str, python: Path, folder: Path
         "torch.save({k: v.clone() for k, v in get(sys.argv[1]).items()}, sys.argv[2])"
     )
     theirs = tmp_path / "theirs.pt"
-    subprocess.run([python, "-c", code, f"{folder}/{case}-deepspeed", theirs], check=True, capture_output=True)
+    run_foreign(python, code, f"{folder}/{case}-deepspeed", theirs, **ON_CPU)
     expected = torch.load(theirs, weights_only=True)
-    done = spawn("restore", f"{folder}/{case}@{STEPS}", "--to", tmp_path / "ours.safetensors")
-    assert done.returncode == 0, done.stderr
+    ckpt.Run(f"{folder}/{case}").export(tmp_path / "ours.safetensors", step=STEPS)
     found = load_file(tmp_path / "ours.safetensors")
     model = {name.removeprefix("model."): one for name, one in found.items() if name.startswith("model.")}
     assert model.keys() - {name for name in model if "frozen" in name} == expected.keys() - {
@@ -179,22 +170,9 @@ def test_hugging_face_trainer_with_deepspeed_continues(stage: int, python: Path,
 
 def test_unsupported_deepspeed_version_fails_at_import(python: Path) -> None:
     """An unsupported version fails with the supported range; a missing DeepSpeed, with the package to install."""
-    code = """
-import deepspeed, sys
-deepspeed.__version__ = sys.argv[1]
-try:
-    import ckpt.deepspeed
-except ImportError as error:
-    print(error)
-"""
-    for version in ("0.17.6", "0.20.0", "1.0.0"):
-        ended = subprocess.run(
-            [python, "-c", code, version],
-            env={**os.environ, "PYTHONPATH": PYTHONPATH, "DS_ACCELERATOR": "cpu"},
-            capture_output=True,
-            text=True,
-        )
-        assert f"supports DeepSpeed from 0.18 and below 0.20, but {version} is installed" in ended.stdout, ended.stderr
+    versions = ("0.17.6", "0.20.0", "1.0.0")
+    for version, error in zip(versions, errors_of_versions(python, "deepspeed", "deepspeed", *versions), strict=True):
+        assert f"supports DeepSpeed from 0.18 and below 0.20, but {version} is installed" in error
     with pytest.raises(ImportError, match=r"pip install 'everystep\[deepspeed\]'"):
         ckpt.deepspeed  # noqa: B018
 

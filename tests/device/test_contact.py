@@ -84,30 +84,6 @@ def test_capture_right_after_a_step_works(mode: Any, open_run: Any) -> None:
     assert spoilt == []
 
 
-def test_optimizer_captured_before_is_saved(open_run: Any) -> None:
-    """The Checkpointer is created after the capture. Replays run no hook, and no snapshot is torn."""
-    model = nn.Linear(SIDE, SIDE, device="cuda")
-    rate = torch.tensor(0.1, device="cuda")
-    optim = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True, fused=True)
-    gradients(model, 1)
-    optim.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optim.step()
-    twin = nn.Linear(SIDE, SIDE, device="cuda")
-    there = torch.optim.AdamW(twin.parameters(), lr=rate.clone(), capturable=True, fused=True)
-    state = {"model": model, "optim": optim}
-    cp = open_run(state)
-    with simulated.turned(d2h_gbs=SLOW):
-        for step in range(1, 7):
-            graph.replay()
-            boundary = freeze(state)
-            save = cp.step(step)
-            graph.replay()
-            save.wait_staged(60.0)
-            assert differences(read_back(cp, step, {"model": twin, "optim": there}), boundary) == []
-
-
 def replayed(open_run: Any) -> tuple[Any, State, State, torch.cuda.CUDAGraph]:
     """Return a Checkpointer of an optimizer with a captured step, its state, a twin and the graph."""
     states = []
@@ -317,33 +293,6 @@ def test_comparing_replicas_uses_little_memory() -> None:
 
 # -- devices --
 
-ON_SECOND = """
-import torch
-from torch import nn
-import ckpt
-model = nn.Linear(256, 256, device="cuda:1")
-optim = torch.optim.AdamW(model.parameters(), fused=True)
-with ckpt.Checkpointer({"model": model, "optim": optim}, options=ckpt.Options(name="second")) as cp:
-    cp.restore(default=0)
-    for step in range(1, 4):
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optim.step()
-        cp.save(step).wait_staged(60.0)
-    before = [p.detach().cpu() for p in model.parameters()]
-    optim.step()
-    cp.restore()
-    assert all(map(torch.equal, before, (p.cpu() for p in model.parameters())))
-print("active contexts:", [d for d in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(d)])
-"""
-
-
-def test_rank_uses_only_the_device_of_its_tensors() -> None:
-    """Its data is on cuda:1. A context on cuda:0 would cost half a gigabyte there for every rank."""
-    result = run_script(ON_SECOND)
-    assert result.returncode == 0, result.stderr
-    assert "active contexts: [1]" in result.stdout
-
 
 def test_delayed_device_does_not_block_the_other(open_run: Any) -> None:
     """Each device has its own streams: a delay on one does not block the other, and the snapshot is complete."""
@@ -430,25 +379,3 @@ def test_strided_tensors_use_one_piece_of_memory(open_run: Any, monkeypatch: pyt
     torch.cuda.reset_peak_memory_stats()
     cp.save(3).wait_staged(60.0)
     assert torch.cuda.max_memory_allocated() - before <= 2 * piece
-
-
-def test_offloaded_moments_match_device_weights(open_run: Any) -> None:
-    """With an offloaded optimizer, host and device data are copied concurrently, and both are from one step."""
-
-    def build() -> State:
-        model = nn.Linear(SIDE, SIDE, device="cuda")
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        for p in model.parameters():
-            optim.state[p]["moment"] = torch.zeros(p.shape, pin_memory=True)
-        return {"model": model, "optim": optim}
-
-    def move(state: State, step: int) -> None:
-        gradients(state["model"], abs(step))
-        state["optim"].step()
-        for p in state["model"].parameters():
-            state["optim"].state[p]["moment"].add_(p.grad.cpu())
-
-    run = Run(build, move)
-    with simulated.turned(d2h_gbs=SLOW):
-        assert check_boundaries(open_run(run.state), run, 8) == []
-    assert {s["moment"].device.type for s in run.twin["optim"].state.values()} == {"cpu"}

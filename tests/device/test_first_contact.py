@@ -21,7 +21,6 @@ OTHERS = ["facts", "killed", "many"]  # test_contact.py tests the others too
 
 @pytest.mark.parametrize("questions", [OTHERS, pytest.param(QUESTIONS, marks=pytest.mark.long)], ids=["few", "all"])
 def test_first_contact_succeeds_on_the_simulated_device(tmp_path: Path, questions: list[str]) -> None:
-    """Every check succeeds on the simulated device. A check with a result is not repeated."""
     if why := build.why_not():
         pytest.skip(why)
     build.library()

@@ -22,13 +22,11 @@ FILES = {
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: Path(file).stem)
 def test_gpu_tests_pass_on_the_simulated_device(file: str, run_tests: Any) -> None:
-    """The device and the library on it behave as required of a real one."""
     outcome = run_tests(file, knobs=FILES[file])
     assert outcome.green, outcome.text
 
 
 def test_every_file_with_gpu_tests_is_listed() -> None:
-    """The list has every file with a test marked gpu."""
     marked = [p for p in (REPO / "tests").rglob("test_*.py") if "pytest.mark.gpu" in p.read_text()]
     found = {path.relative_to(REPO).as_posix() for path in marked} - {Path(__file__).relative_to(REPO).as_posix()}
     assert found == set(FILES)

@@ -42,7 +42,6 @@ WHY = {
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_test_fails_without_this_wait(name: str, run_tests: Any) -> None:
-    """The test fails without the wait. It passes with it (tests/device/test_simulated.py)."""
     file, test = RED[name]
     outcome = run_tests(file, "-k", test, "-p", "without", "--without", name, knobs="clock_ghz=4")
     # A thread that still waits for a device may abort the interpreter after the tests.

@@ -34,7 +34,6 @@ def test_undisturbed_run_is_all_productive() -> None:
 
 
 def test_run_is_running_if_saved_recently() -> None:
-    """A run is running if its metrics have no end and were saved recently."""
     one = account(1, 100.0, kept=114.5)
     assert settled(one, now=WALL + 115).running
     assert not settled(one, now=WALL + 115 + 3600).running
@@ -184,7 +183,6 @@ def rolled_back(to: int = 4, steps: int = 10) -> Account:
 
 
 def test_rollback_costs_restore_and_redone_steps() -> None:
-    """Steps 5 to 10 are lost, whether or not the rollback was intended."""
     found = settled(rolled_back())
     (only,) = found.interruptions
     assert (only.kind, only.step, only.restored, only.lost_steps, only.source) == ("rollback", 10, 4, 6, "file:///run")
@@ -228,24 +226,7 @@ def test_steps_after_a_takeover_do_not_count() -> None:
     assert other.interruptions == found.interruptions and other.wall_s == near(found.wall_s)
 
 
-def test_takeover_within_a_row_counts_whole_steps() -> None:
-    """Only whole steps of the row count."""
-    one = account(1, 0.0, steps=0, beat=24.0, step=20)
-    one.rows = [StepRow(24.0, 20, 20, 20.0, quiet=20)]
-    found = settled(replace(one, kept=24.0), account(2, 8.5, first=8, of="1.abc"))
-    assert (found.interruptions[0].step, found.steps) == (7, 17)
-
-
 # -- clocks --
-
-
-def test_other_machine_is_compared_by_wall_clock() -> None:
-    """The monotonic clock of the other machine started at another time."""
-    one = died(account(1, 1000.0), 0.0, 0.0)
-    here = settled(one, account(2, 1030.0, first=8, of="1.abc"))
-    there = settled(one, account(2, 30.0, first=8, of="1.abc", boot="two", clock=WALL + 1000))
-    assert there.wall_s == near(here.wall_s)
-    assert [costs(i.cost) for i in there.interruptions] == [costs(i.cost) for i in here.interruptions]
 
 
 @pytest.mark.parametrize("end", [True, False])
@@ -285,91 +266,7 @@ def test_impossible_numbers_raise_corrupt_error() -> None:
             Account.from_bytes(json.dumps(json.loads(wild.to_bytes())).encode())
 
 
-def test_contradictory_rows_are_accepted() -> None:
-    """The rows are longer than the time available, negative, without steps, or out of order."""
-    for row in (
-        StepRow(14.0, 10, 1, 500.0, stalled=400.0, paused=90.0),
-        StepRow(14.0, 10, 0, -1.0, stalled=-5.0),
-        StepRow(2.0, 10, 1, 1.0),
-        StepRow(13.5, -5, 7, 1.0),
-    ):
-        one = account(1, 0.0)
-        one.rows[-1] = row
-        settled(one)
-        settled(died(one), account(2, 20.0, first=8, of="1.abc"))
-
-
-seconds = st.floats(0.0, 50.0, allow_nan=False).map(lambda value: round(value, 6))
 few = st.floats(0.0, 2.0).map(lambda value: round(value, 6))
-
-
-@st.composite
-def timelines(draw: st.DrawFn) -> list[Account]:
-    """Draw successive or overlapping job attempts, with ends and clocks of all kinds."""
-    clock, done, accounts = draw(st.floats(0.0, 1e6)), 0, list[Account]()
-    for number in range(1, draw(st.integers(1, 6)) + 1):
-        born = max(0.0, clock + draw(st.one_of(seconds, few, st.floats(-20.0, 0.0))))
-        first = draw(st.integers(max(1, done - 8), done + 2)) if done else 1
-        step_s = 0.01 + draw(few)
-        one = account(
-            number, born, first, draw(st.integers(0, 12)), step_s, back=draw(few),
-            of=f"{draw(st.integers(max(1, number - 2), number))}.abc" if done else "",
-            boot=draw(st.sampled_from(["one", "one", "two", ""])),
-            clock=WALL + draw(st.sampled_from([0.0, 0.0, -30.0, 700.0])),
-            url=draw(st.sampled_from(["file:///run"] * 5 + ["file:///copy"])),
-            inode=draw(st.sampled_from([7, 7, 7, 8, 0])),
-        )  # fmt: skip
-        for at, row in enumerate(one.rows):
-            one.rows[at] = replace(row, stalled=draw(few), slowed=draw(st.floats(-1.0, 1.0)), paused=draw(few))
-        if one.rows and draw(st.integers(0, 3)) == 0:
-            to = draw(st.integers(0, one.step))
-            back = Restore(
-                one.beat + draw(few),
-                draw(few),
-                to,
-                "memory",
-                f"{to:09d}.{one.term.replace('.', '-')}",
-                f"{number}.xyz",
-            )
-            one.restores.append(back)
-            begin = back.at + back.seconds
-            one.rows += [StepRow(begin + n, to + n, 1, 1.0) for n in range(1, draw(st.integers(0, 9)) + 1)]
-            one.step, one.beat = (one.rows[-1].step, one.rows[-1].at) if one.rows[-1].at > begin else (to, begin)
-        if len(one.rows) > 1 and draw(st.booleans()):
-            one.rows.pop()  # the heartbeat is newer than the last row
-        one.kept = one.beat + draw(few)
-        one.faults = [
-            seen(
-                one.beat + draw(st.floats(-60.0, 3.0)), draw(st.sampled_from(["oom", "hang"])), ends=draw(st.booleans())
-            )
-            for _ in range(draw(st.integers(0, 2)))
-        ]
-        how = draw(st.sampled_from(["died", "died", "left", "closed", None]))
-        at = one.beat + draw(seconds)
-        gone = at + draw(st.one_of(few, few, st.just(1e6)))
-        one.end = None if how is None else End(how, at, gone)
-        accounts.append(one)
-        clock, done = max(clock, one.beat), max(done, one.step)
-        if draw(st.integers(0, 5)) == 0:
-            accounts.append(replace(one, rank=1, faults=[seen(one.beat, "hang", 1)]))
-    return accounts
-
-
-@settings(max_examples=150, deadline=None)
-@given(timelines(), st.permutations(range(12)))
-def test_parts_add_up_for_every_timeline(accounts: list[Account], order: list[int]) -> None:
-    """Each second is in one part, no part is negative, goodput is a fraction, and the order does not matter. This also
-    holds if the current time is given, or if the faults are given as reports too."""
-    found = settled(*accounts)
-    shuffled = [accounts[at] for at in order if at < len(accounts)]
-    assert accounting.settled(shuffled).statement.to_json() == found.to_json()
-    settled(*accounts, now=accounts[-1].wall(accounts[-1].kept))
-    reports = [
-        Fault(one.kind, one.summary, term=account.term, exit_code=1 if one.ends else None,
-              time=datetime.fromtimestamp(account.wall(one.at), UTC).isoformat())
-        for account in accounts for one in account.faults
-    ]  # fmt: skip
-    settled(*accounts, faults=tuple(reports))
 
 
 @settings(max_examples=120, deadline=None)
@@ -403,7 +300,6 @@ def test_result_matches_simulated_attempts(lives: list[tuple[int, int, bool, flo
 
 @pytest.mark.parametrize("part", ["perceive", "redone", "launch", "restore", "first_step", "unfinished"])
 def test_negative_control_missing_part_is_detected(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts do not add up if any one of them is missing."""
     one = died(account(1, 0.0), 2.5)
     two = account(2, 20.0, first=8, of="1.abc", back=2.0)
     two.rows[0] = replace(two.rows[0], seconds=3.0)
@@ -469,7 +365,6 @@ def test_damaged_metrics_are_skipped_and_reported(run: Path) -> None:
 
 
 def test_run_without_metrics_raises_clear_error(run: Path) -> None:
-    """A folder that is not a run gets the same error from every command."""
     result = invoke(run)
     assert isinstance(result.exception, FormatError) and "has no run metrics" in str(result.exception)
     (run / "empty").mkdir()

@@ -41,7 +41,6 @@ def test_invalid_interval_is_rejected(wrong: Any) -> None:
     "wrong", [{"budget": 0}, {"budget": 1}, {"budget": math.nan}, {"budget": "1 %"}, {"mtbf_s": 0}, {"mtbf_s": -1.0}]
 )
 def test_invalid_auto_setting_is_rejected(wrong: dict[str, Any]) -> None:
-    """The error names the setting."""
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Auto(**wrong)
 
@@ -97,7 +96,6 @@ def test_time_requires_a_unit(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["10", "10m", "0s", "-5min", "min", "1h30min", "10 minutes", "1e3s", "", "10MIN"])
 def test_invalid_times_are_rejected(text: str) -> None:
-    """The error shows a valid time."""
     with pytest.raises(UsageError, match="10min"):
         ckpt.Tier("/tmp/x", every=text)
 
@@ -177,13 +175,6 @@ def test_time_is_converted_to_steps(step_s: float, every: int) -> None:
         assert differs(decide([settled], 20, step_s * 1.2, {}, History(), 1), [settled])
 
 
-def test_fixed_interval_never_changes() -> None:
-    """Only "auto" intervals change."""
-    costs = {MEMORY: SaveCost(1.0, 0.0, 100), FOLDER: SaveCost(1.0, 1.0, 9)}
-    found = decide([place(MEMORY, 1, 1), place(FOLDER, 3, 3)], 9, 1.0, costs, History(), 1)
-    assert found.every == {MEMORY: 1, FOLDER: 3} and not cadence.differs(found, [place(MEMORY, 1), place(FOLDER, 3)])
-
-
 def test_defaults_apply_before_measurements() -> None:
     """Without measurements, memory keeps its interval, a folder is saved every 10 s, and a bucket keeps its
     interval."""
@@ -193,14 +184,12 @@ def test_defaults_apply_before_measurements() -> None:
 
 
 def test_earlier_decision_is_kept_without_measurements() -> None:
-    """An earlier decision is used until there are new measurements."""
     held = Decision(5, {MEMORY: 20, FOLDER: 500}, {FOLDER: "for a reason"}, {MEMORY: 0.1, FOLDER: 0.3})
     found = decide([place(MEMORY, 20), place(FOLDER, 500)], 9, 1.0, {}, History(), 1, held)
     assert found.every == held.every and found.costs == held.costs and found.why[FOLDER] == "for a reason"
 
 
 def test_uncertain_measurement_changes_nothing() -> None:
-    """A measurement as uncertain as the difference changes nothing. A certain one does."""
     for unsure, expected in ((0.05, 5), (0.001, 20)):
         costs = {MEMORY: SaveCost(0.08, 0.0, 50, unsure)}
         assert decide([place(MEMORY, 5)], 9, 0.5, costs, History(), 1).every == {MEMORY: expected}

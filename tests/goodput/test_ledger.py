@@ -31,7 +31,7 @@ with ckpt.Checkpointer(state, ckpt.Tier(run, every=every), memory=memory) as cp:
     start = cp.restore(default=0)
     for step in range(start, steps):
         toy.train_step(state)
-        if mode == "pause" and step == 5:
+        if mode == "back" and step == 5:
             with cp.not_training():
                 time.sleep(0.4)
         if mode == "auto":
@@ -136,7 +136,6 @@ def test_merged_rows_keep_their_sums(steps: list[tuple[int, float, bool]]) -> No
 
 
 def test_many_events_keep_first_and_last() -> None:
-    """The number of stored events stays small."""
     found = ledger.bounded(range(1000))
     assert len(found) == ledger.MOST_EVENTS and found[0] == 0 and found[-1] == 999
 
@@ -201,29 +200,13 @@ def test_exception_and_signal_are_recorded_by_kind(run_dir: str) -> None:
         assert one.end is not None and one.beat <= one.end.at <= one.end.gone and one.end.how != "closed"
 
 
-def test_exception_without_triggers_is_not_planned_end(run_dir: str) -> None:
-    """Leaving the with block by an exception is not a planned end, even without triggers."""
-    code = JOB.replace("memory=memory)", "memory=memory, triggers=[])")
-    assert code != JOB and run_script(code, run_dir, 40, 12, "raise").returncode == 1
-    (one,) = accounts(run_dir)
-    assert one.end is not None and one.end.how == "left" and not one.faults
-    assert run_script(code.replace("raise RuntimeError", "sys.exit"), f"{run_dir}2", 40, 12, "raise").returncode == 1
-    (one,) = accounts(f"{run_dir}2")
-    assert one.end is not None and one.end.how == "left"
-
-
-def test_pauses_are_recorded_separately(run_dir: str) -> None:
-    """Time in not_training() is recorded separately from the step around it."""
-    assert run_script(JOB, run_dir, 12, 0, "pause").returncode == 0
+def test_pause_and_rollback_are_recorded_separately(run_dir: str) -> None:
+    """Time in not_training() is separate from the step around it. A rollback is a second restore in the same file, and
+    its steps are recorded again."""
+    assert run_script(JOB, run_dir, 40, 0, "back").returncode == 0
     (one,) = accounts(run_dir)
     assert 0.4 <= sum(row.paused for row in one.rows) < 5
     assert one.rows[5].paused >= 0.4 and one.rows[5].step == 6
-
-
-def test_rollback_is_recorded_as_second_restore(run_dir: str) -> None:
-    """It is recorded in the same file, and its steps are recorded again."""
-    assert run_script(JOB, run_dir, 40, 0, "back").returncode == 0
-    (one,) = accounts(run_dir)
     assert [r.step for r in one.restores] == [None, 10]
     assert [row.step for row in one.rows] == [*range(1, 21), *range(11, 31)]
 

@@ -25,7 +25,6 @@ def flip(memory: memoryview, at: int) -> None:
 
 
 def test_damaged_label_hides_only_its_slot() -> None:
-    """The list of sealed slots skips a damaged label."""
     arena = Arena.create(2, 2 * PAGE)
     for slot in (0, 1):
         arena.set_label(slot, Label(SEALED, slot + 1, CheckpointId(1, slot + 1, "0" * 8), "00" * 32, 8, 8, 0.0))

@@ -81,7 +81,6 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def test_every_request_has_handler_with_reply_type() -> None:
-    """The handler's return type is the reply type of the request, or has descriptors."""
     assert len(MESSAGES) <= 25 and set(REQUESTS) == set(held_run.HANDLERS)
     for kind, handler in ((kind, handler) for kind, handlers in held_run.HANDLERS.items() for handler in handlers):
         hints = get_type_hints(handler)
@@ -91,14 +90,12 @@ def test_every_request_has_handler_with_reply_type() -> None:
 
 
 def test_every_note_has_a_receiver(run_dir: str) -> None:
-    """A Checkpointer with triggers and events handles every note."""
     with ckpt.Checkpointer(toy.build(), ckpt.Tier(run_dir, every=1)) as cp:
         assert set(cp._run.supervisor._hears) == set(NOTES)
     assert table(NOTES) == writer_link.NOTES
 
 
 def test_protocol_page_lists_every_message() -> None:
-    """The table of conversations lists every message, and no other."""
     page = (REPO / "docs" / "protocol.md").read_text()
     table_of_messages = page[page.index("| conversation |") : page.index("The class of a message")]
     assert set(re.findall(r"`(\w+)`", table_of_messages)) == {kind.__name__ for kind in MESSAGES}
@@ -136,7 +133,6 @@ def test_replies_survive_the_wire(kind: Any, data: st.DataObject) -> None:
 
 
 def test_error_reply_raises_in_client() -> None:
-    """A reply of the wrong form raises an error that names the request."""
     incoming = messages.decode(messages.encode_reply(messages.failure(FencedError("gone")), 7))
     assert incoming is not None
     with pytest.raises(FencedError, match="gone"):
@@ -327,7 +323,6 @@ def test_writer_without_versions_gets_no_hello(own_sockets: Path, caplog: pytest
 
 
 def test_negative_control_environment_changes_the_version(own_sockets: Path, other_version: str) -> None:
-    """The environment of these tests really changes the version of a process."""
     code = "import ckpt.core.ipc.messages as r; print(r.Lend().protocol, r.Lend().library)"
     path = f"{other_version}:{REPO}:{REPO / 'backends'}"
     said = subprocess.run(

@@ -22,7 +22,6 @@ from processes import eventually, writers
 
 
 def test_notes_before_first_listener_are_delivered() -> None:
-    """Notes are delivered in order, and once."""
     ours, theirs = socket.socketpair()
     client, writer = WriterClient(channel.Channel(ours), "none"), channel.Channel(theirs)
     writer.send(StoredNote(arena="00", slot=1))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,14 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         return Result(code, *capsys.readouterr())
 
     return run_command
+
+
+def run_here(*arguments: object) -> Result:
+    """Run a command in this process, where no fixture can capture its output: in fixtures of modules, for example."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = inside.main([str(a) for a in arguments])
+    return Result(code, out.getvalue(), err.getvalue())
 
 
 def spawn(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:

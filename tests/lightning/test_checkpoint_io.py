@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +25,6 @@ from s3_server import MotoServer, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EPOCHS = 4
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    """Turn Lightning's hints off."""
-    warnings.filterwarnings("ignore", module="lightning")
-    logger, threads = logging.getLogger("lightning.pytorch"), torch.get_num_threads()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    logger.setLevel(level)
 
 
 class Model(BoringModel):
@@ -111,7 +96,6 @@ def test_two_model_checkpoints_keep_all_epochs_in_one_folder(place: str) -> None
 
 @pytest.mark.parametrize("place", ["folder", "memory"], indirect=True)
 def test_nothing_is_left_of_a_save_whose_path_was_emptied(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save fails, and the next one succeeds."""
     plugin, path, real = CheckpointIO(), f"{place}/last.ckpt", checkpoint_io.write_part
 
     async def emptied(*given: Any) -> Any:
@@ -197,31 +181,6 @@ def test_ckpt_path_of_another_kind_is_no_missing_file(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ckpt.errors.NoCheckpointError, match="no run"):
         CheckpointIO().load_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_omegaconf_hyper_parameters_come_back_as_containers(tmp_path: Path, whole: bool) -> None:
-    """Containers are all of the hyper-parameters or one argument, with interpolations and missing values."""
-    omegaconf = pytest.importorskip("omegaconf")
-    config = omegaconf.OmegaConf.create(
-        {"width": 4, "twice": "${width}", "layers": [1, {"k": 2}], "more": {"todo": "???"}}
-    )
-    omegaconf.OmegaConf.set_readonly(config, True)
-    model = Model(config)
-    if whole:
-        model = Model()
-        model._set_hparams(config)
-    trainer = fit(str(tmp_path), ModelCheckpoint(tmp_path / "files"), epochs=1, model=model)
-    [path] = (tmp_path / "files").glob("*.ckpt")
-    saved = CheckpointIO().load_checkpoint(path)
-    found = saved["hyper_parameters"] if whole else saved["hyper_parameters"]["config"]
-    assert type(found) is omegaconf.DictConfig and found == config and found.twice == 4
-    assert omegaconf.OmegaConf.is_missing(found.more, "todo") and omegaconf.OmegaConf.is_readonly(found)
-    assert ("hparams_type" in saved) == whole and saved.get("hparams_type", omegaconf.DictConfig) is type(found)
-    ckpt.Run(str(path)).export(tmp_path / "file.ckpt")
-    exported = torch.load(tmp_path / "file.ckpt", weights_only=True)["hyper_parameters"]
-    assert (exported if whole else exported["config"]) == omegaconf.OmegaConf.to_container(config)
-    assert trainer.global_step == 2
 
 
 class Container:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import traceback
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
-    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -45,17 +43,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def imported() -> Any:
     with warm("lightning.pytorch", "torchmetrics"):
         yield
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    """Silence Lightning's hints, and use one thread."""
-    warnings.filterwarnings("ignore", module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def start(spec: dict[str, Any], *, ranks: int = 1) -> list[subprocess.Popen[str]]:
@@ -205,21 +192,6 @@ def test_changed_model_does_not_score_a_stored_step(tmp_path: Path) -> None:
     assert sorted(step for _, step in scores) == [8, 16, 24] and set(first) < set(scores)
 
 
-def test_best_model_can_be_read_while_fit_runs(tmp_path: Path) -> None:
-    """At that time its save has just begun, and takes half a second."""
-    seen: dict[int, int] = {}
-
-    class Reads(Callback):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            ours = next(one for one in trainer.callbacks if isinstance(one, CheckpointCallback))
-            if (best := ours.best_step) is not None:
-                seen[best] = len(ours.best_model.all())
-
-    places = [ckpt.Tier(str(tmp_path / "run"), every=1000, max_mib_s=0.1)]
-    model = toy.fit(run=places, callback={"every": None, "monitor": "val_loss"}, more=[Reads()])["model"]
-    assert seen == {8: len(model.state_dict()), 16: len(model.state_dict())}
-
-
 def test_other_callbacks_continue_exactly(tmp_path: Path) -> None:
     """EarlyStopping stops at the same step, and averaged weights (EMA) are equal, although their callback comes after
     ours and swaps weights in each validation."""
@@ -276,31 +248,6 @@ def test_changed_accumulation_is_used_after_restart(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     interrupted(["raise batch", 8], run=run)
     assert toy.fit(run=run, accumulate=2)["steps"] == 8 + 8
-
-
-class Tuned(toy.Model):
-    """Has a learning rate that a finder may set."""
-
-    def __init__(self, spec: dict[str, Any]) -> None:
-        super().__init__(spec)
-        self.lr = 1e-2
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-
-def test_learning_rate_finder_does_not_change_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The finder sets ckpt_path to its own file, a different one at each start."""
-    monkeypatch.setattr(toy, "Model", Tuned)
-    limits = {"default_root_dir": str(tmp_path)}
-
-    def finder() -> LearningRateFinder:
-        return LearningRateFinder(num_training_steps=5)
-
-    whole = toy.fit(more=[finder()], limits=limits)
-    interrupted(["raise batch", 13], run=str(tmp_path / "run"), more=[finder()], limits=limits)
-    again = toy.fit(run=str(tmp_path / "run"), more=[finder()], limits=limits)
-    assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"])
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,6 @@ from ckpt.lightning import CheckpointCallback
 pytestmark = pytest.mark.filterwarnings("ignore")
 EPOCHS, BATCHES = 4, 6
 STOPS = (4, 10, 18)  # batches that are begun and not completed; 18 is the first of an epoch
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    """Turn Lightning's hints off."""
-    logger, threads = logging.getLogger("lightning.pytorch"), torch.get_num_threads()
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    logger.setLevel(level)
 
 
 def data(n: int = 4 * BATCHES, seed: int = 7) -> TensorDataset:
@@ -145,41 +132,6 @@ def backbone_finetuning() -> Any:
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
     return Head(), [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], {}
-
-
-@recipe
-def pruning() -> Any:
-    return Model(), [ModelPruning("l1_unstructured", amount=0.2, make_pruning_permanent=False)], {}
-
-
-@recipe
-def frozen_by_the_epoch() -> Any:
-    class ByEpoch(Model):
-        def on_train_epoch_start(self) -> None:
-            self.backbone.requires_grad_(self.current_epoch % 2 == 1)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9)
-
-    return ByEpoch(), [], {}
-
-
-@recipe
-def unfrozen_once_at_a_batch() -> Any:
-    class Once(Callback):
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            pl_module.backbone.requires_grad_(False)
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 8:
-                pl_module.backbone.requires_grad_(True)
-                pl_module.head[0].eval()
-
-    class All(Model):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), 1e-2)
-
-    return All(), [Once()], {}
 
 
 @recipe
@@ -297,16 +249,6 @@ def cycled_loader_with_augmentation() -> Any:
     return Floats(), [], {}
 
 
-def cycle(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
-@recipe
-def endless_generator() -> Any:
-    return with_loader(lambda _: cycle(DataLoader(data(10), 4, shuffle=True)), limit_train_batches=BATCHES)
-
-
 @recipe
 def shuffle_buffer() -> Any:
     class Buffer(IterableDataset[Any]):
@@ -320,33 +262,6 @@ def shuffle_buffer() -> Any:
             yield from held
 
     return with_loader(lambda _: DataLoader(Buffer(), 4))
-
-
-@recipe
-def sampler_that_draws_as_it_goes() -> Any:
-    class Draws(Sampler[int]):
-        def __init__(self, kind: str) -> None:
-            self.kind = kind
-
-        def __iter__(self) -> Iterator[int]:
-            for _ in range(4 * BATCHES):
-                yield {
-                    "torch": lambda: int(torch.randint(24, ())),
-                    "numpy": lambda: int(np.random.randint(24)),
-                    "python": lambda: random.randrange(24),
-                }[self.kind]()
-
-        def __len__(self) -> int:
-            return 4 * BATCHES
-
-    class Noisy(Model):
-        def train_dataloader(self) -> Any:
-            return {k: DataLoader(data(), 4, sampler=Draws(v)) for k, v in {"a": "torch", "b": "numpy"}.items()}
-
-        def loss(self, x: Tensor, y: Tensor) -> Tensor:
-            return super().loss(x + random.random() * np.random.rand(), y)
-
-    return Noisy(), [], {}
 
 
 @recipe
@@ -388,26 +303,19 @@ def samplers_with_counters() -> Any:
 class Shuffles(Sampler[int]):
     """Shuffles its own order in place each time."""
 
-    def __init__(self, items: Any, shuffle: Any) -> None:
-        self.items, self.shuffle = items, shuffle
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
 
     def __iter__(self) -> Iterator[int]:
-        self.shuffle(self.items)
+        random.shuffle(self.items)
         return iter([one["at"] if isinstance(one, dict) else int(one) for one in self.items])
 
     def __len__(self) -> int:
         return len(self.items)
 
 
-SHUFFLED: dict[str, tuple[Callable[[], Any], Any]] = {
-    "objects": (lambda: [{"at": i} for i in range(24)], random.shuffle),
-    "tensor": (lambda: torch.arange(24), lambda items: items.copy_(items[torch.randperm(24)])),
-}
-
-
-def order_shuffled_in_place(kind: str) -> Any:
-    make, shuffle = SHUFFLED[kind]
-
+@recipe
+def order_shuffled_in_place() -> Any:
     class Remote(Dataset[Any]):
         def __getitem__(self, index: int) -> Any:
             return data()[index]
@@ -415,35 +323,7 @@ def order_shuffled_in_place(kind: str) -> Any:
         def __len__(self) -> int:
             return 24
 
-    return with_loader(lambda _: DataLoader(Remote(), 4, sampler=Shuffles(make(), shuffle)))
-
-
-for kind_ in SHUFFLED:
-    RECIPES[f"order_shuffled_in_place_{kind_}"] = partial(order_shuffled_in_place, kind_)
-
-
-@recipe
-def data_set_shuffled_by_the_epoch() -> Any:
-    class Resampled(Dataset[Any]):
-        def __init__(self) -> None:
-            self.inner, self.index = data(), np.arange(24)
-
-        def __len__(self) -> int:
-            return 24
-
-        def __getitem__(self, index: int) -> Any:
-            return self.inner[int(self.index[index])]
-
-    class Resamples(Model):
-        def on_train_epoch_start(self) -> None:
-            dataset = self.trainer.train_dataloader.dataset
-            np.random.shuffle(dataset.index)
-            dataset.index[:3] = dataset.index[3:6]
-
-        def train_dataloader(self) -> Any:
-            return DataLoader(Resampled(), 4)
-
-    return Resamples(), [], {}
+    return with_loader(lambda _: DataLoader(Remote(), 4, sampler=Shuffles([{"at": i} for i in range(24)])))
 
 
 @recipe
@@ -474,12 +354,6 @@ def reloaded_loaders() -> Any:
             self.tell(self.trainer.callback_metrics["val"])
 
     return Reloads(), [], {"reload_dataloaders_every_n_epochs": 2}
-
-
-@recipe
-def loader_of_the_epoch() -> Any:
-    """Request the loader once, in epoch 0."""
-    return with_loader(lambda module: DataLoader(data(seed=module.current_epoch), 4, shuffle=True))
 
 
 # -- collected values --
@@ -529,22 +403,6 @@ def outputs_of_steps() -> Any:
     return Outputs(), [], {}
 
 
-@recipe
-def outputs_of_a_callback() -> Any:
-    class Collects(Callback):
-        def __init__(self) -> None:
-            self.losses: list[Any] = []
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.losses.append(outputs["loss"])
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            pl_module.tell(torch.stack(self.losses).mean())
-            self.losses = []
-
-    return Model(), [Collects()], {}
-
-
 class Kept(Model):
     """Keep losses for other objects."""
 
@@ -555,16 +413,6 @@ class Kept(Model):
     def training_step(self, batch: Any, index: int) -> Any:
         self.kept.append(super().training_step(batch, index).detach())
         return super().training_step(batch, index)
-
-
-@recipe
-def outputs_of_the_module_that_a_callback_reads() -> Any:
-    class Reads(Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            pl_module.tell(torch.stack(pl_module.kept).mean())
-            pl_module.kept.clear()
-
-    return Kept(), [Reads()], {}
 
 
 @recipe
@@ -610,40 +458,28 @@ def outputs_that_decorated_and_inherited_hooks_read() -> Any:
     return Child(), [Once()], {}
 
 
-def with_metrics(make: Callable[[], dict[str, Any]], *, plain: bool = False, begin: Any = None) -> Any:
+def with_metrics(make: Callable[[], dict[str, Any]], *, plain: bool = False) -> Any:
     """Return a module that updates metrics with its loss, in a ModuleDict or in a plain dict."""
 
     class Metrics(Averages):
         def __init__(self) -> None:
             super().__init__()
             self.metrics = make() if plain else nn.ModuleDict(make())
-
-        def on_train_epoch_start(self) -> None:
-            for metric in self.metrics.values():
-                (begin or (lambda one: None))(metric)
+            self.found: dict[str, Any] = {}
 
         def collect(self, loss: Tensor, batch: Any) -> None:
-            target = (batch[0][:, 0] > 0).long()
-            for name, metric in self.metrics.items():
-                if "class" in name:
-                    metric.update((batch[1][:, 1] > loss.detach()).long(), target)
-                else:
-                    metric.update(loss.detach().reshape(1))
+            for metric in self.metrics.values():
+                metric.update(loss.detach().reshape(1))
 
         def on_train_epoch_end(self) -> None:
-            found = {name: metric.compute() for name, metric in self.metrics.items()}
-            self.tell(*(sorted((k, v.tolist()) for k, v in _flat(name, value)) for name, value in found.items()))
-            for metric in self.metrics.values():
-                if begin is None:
-                    metric.reset()
+            for name, metric in self.metrics.items():
+                found = metric.compute()
+                values = found if isinstance(found, dict) else {name: found}
+                self.found[name] = sorted((key, value.tolist()) for key, value in values.items())
+                metric.reset()
+            self.tell(*self.found.values())
 
     return Metrics(), [], {}
-
-
-def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [one for key, inner in value.items() for one in _flat(f"{name}.{key}", inner)]
-    return [(name, value)]
 
 
 @recipe
@@ -654,27 +490,6 @@ def wrapped_metrics() -> Any:
             "running": torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=4),
             "boot": torchmetrics.BootStrapper(torchmetrics.MeanMetric(), num_bootstraps=3),
             "sum of two": torchmetrics.MeanMetric() + torchmetrics.SumMetric(),
-        }
-
-    return with_metrics(make)
-
-
-@recipe
-def tracked_metrics() -> Any:
-    return with_metrics(
-        lambda: {"tracker": torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=False)},
-        begin=lambda tracker: tracker.increment(),
-    )
-
-
-@recipe
-def metrics_in_a_collection() -> Any:
-    """Share state among members of a group: only the first of them is updated."""
-
-    def make() -> dict[str, Any]:
-        kinds = {"task": "multiclass", "num_classes": 2, "average": "macro"}
-        return {
-            "classes": torchmetrics.MetricCollection([torchmetrics.Recall(**kinds), torchmetrics.Precision(**kinds)])
         }
 
     return with_metrics(make)
@@ -798,7 +613,7 @@ def test_changed_long_orders_are_reported_once_unlike_caches(
             return data()[index]
 
     def make() -> Any:
-        return with_loader(lambda _: DataLoader(Caches(), 4, sampler=Shuffles([*range(24)], random.shuffle)))
+        return with_loader(lambda _: DataLoader(Caches(), 4, sampler=Shuffles([*range(24)])))
 
     fit(make, str(tmp_path / "run"))
     [text] = warned()
@@ -864,16 +679,6 @@ class Manual(Model):
         optimizer.step()
 
 
-class OwnOptimizer(Manual):
-    def configure_optimizers(self) -> Any:
-        self.own = torch.optim.SGD(self.parameters(), 1e-2)
-
-    def update(self, loss: Tensor) -> None:
-        self.own.zero_grad()
-        loss.backward()
-        self.own.step()
-
-
 class ByHand(Manual):
     """Accumulates the gradients of two batches."""
 
@@ -897,17 +702,12 @@ class ByHandOnData(ByHand):
             parameter.data -= 1e-2 * parameter.grad
 
 
-class OnlyStatistics(ByHand):
-    def update(self, loss: Tensor) -> None:
-        """Leave it to batch norm."""
-
-
 def newest(run: str) -> int:
     return max(one.step for one in ckpt.Run(run).list())
 
 
 # steps that are saved after ten batches, and when the training ends
-UNCOUNTED = {Manual: (10, 24), OwnOptimizer: (10, 24), ByHand: (5, 12), ByHandOnData: (5, 19), OnlyStatistics: (10, 24)}
+UNCOUNTED = {Manual: (10, 24), ByHand: (5, 12), ByHandOnData: (5, 19)}
 
 
 @pytest.mark.parametrize("kind", list(UNCOUNTED))

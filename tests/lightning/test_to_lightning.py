@@ -15,7 +15,6 @@ import ckpt
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
 from ckpt.lightning import CheckpointCallback
 
@@ -150,28 +149,5 @@ def test_last_file_of_model_checkpoint_is_ignored(tmp_path: Path, where: str, mo
         saving = CheckpointCallback("run", every=1)
         trainer(Path(), epochs, saver, saving, package=found, **settings).fit(model, loader(), ckpt_path="last")
     assert list(tmp_path.rglob("last*.ckpt"))
-    wanted, _ = trained(tmp_path / "whole", 3)
-    assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
-
-
-def test_file_of_an_exception_is_ignored(tmp_path: Path) -> None:
-    """Lightning would begin from this file. Training continues from the newest step of the run instead."""
-
-    class Failing(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 4:
-                raise KeyError("a fault")
-
-    for others in ([Failing()], []):
-        torch.manual_seed(0)
-        model = Model(WIDTH)
-        saving = CheckpointCallback(str(tmp_path / "run"), every=1)
-        found = trainer(tmp_path, 3, OnExceptionCheckpoint(tmp_path), saving, *others)
-        if others:
-            with pytest.raises(KeyError):
-                found.fit(model, loader())
-            assert (tmp_path / "on_exception.ckpt").exists()
-        else:
-            found.fit(model, loader())
     wanted, _ = trained(tmp_path / "whole", 3)
     assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))

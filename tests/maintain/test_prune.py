@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
@@ -21,13 +20,11 @@ from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import CheckpointId, data_key, new_nonce, owner
 from ckpt.core.ipc.messages import Note, ProblemNote
-from ckpt.core.log.run_log import Acquire, Commit, Record, RunLog, RunState
-from ckpt.core.writer.parts import settle
-from ckpt.errors import FencedError, SaveError, StoreError, UsageError
-from ckpt.tools.maintain import prune
+from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState
+from ckpt.errors import UsageError
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
-from run_files import DATA_FOLDER, INDEX, MANIFEST, kind_of, manifest_key, select
+from run_files import manifest_key
 
 DAY_S = 86_400
 LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
@@ -159,15 +156,6 @@ def left_by(state: RunState, keep: Keep) -> list[int]:
     return sorted(a.step for a in state.commits if a not in gone)
 
 
-def test_newest_two_full_checkpoints_stay() -> None:
-    """However old they are, and before those that a rollback undid. Without increments nothing changes."""
-    assert left_by(increments({0, 3, 6, 9}, 20), Keep(2)) == [6, 9, 19, 20]
-    assert left_by(increments({0}, 20), Keep(2)) == [0, 19, 20]
-    assert left_by(increments({0, 19, 20}, 20), Keep(2)) == [19, 20]
-    assert left_by(increments(range(21), 20), Keep(3)) == [18, 19, 20]
-    assert left_by(increments({0, 3, 6, 18}, 20, undone=[11]), Keep(2)) == [3, 6, 9, 10]
-
-
 def holding(*needs: CheckpointId, step: int = 21) -> tuple[CheckpointId, Commit]:
     """Return an increment that one node holds."""
     checkpoint = CheckpointId(9, step, "9" * 8)
@@ -209,18 +197,6 @@ def test_keep_raises_naming_the_wrong_argument(numbers: dict[str, Any]) -> None:
 
 
 # -- retire --
-
-
-class Dying(MemoryStore):
-    """Fails permanently from the n-th deletion on, as if the process had been killed there."""
-
-    left = 10**9
-
-    async def delete(self, key: str) -> None:
-        if self.left <= 0:
-            raise StoreError("killed")
-        self.left -= 1
-        await super().delete(key)
 
 
 async def opened(store: MemoryStore) -> tuple[RunLog, Acquire]:
@@ -274,22 +250,6 @@ async def sound(store: MemoryStore) -> list[int]:
 WHOLE = 3  # files of a checkpoint: data file, manifest, index
 
 
-@on_a_run
-async def test_retire_deletes_only_files_of_retired(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """All files of retired checkpoints are deleted, and the others stay readable. A second call does nothing."""
-    checkpoints = await save(log, mine, 1, 2, 3, 4, 5)
-    store.objects["notes/mine.txt"] = b"the user's"
-    store.objects[f"{DATA_FOLDER}/notes.txt"] = b"the user's"
-    gone = await retention.retire(log, mine, Keep(2), {checkpoints[-1]})
-    assert gone == set(checkpoints[:3])
-    assert await files(store) == {4: WHOLE, 5: WHOLE}
-    assert await sound(store) == [5, 4]
-    assert {"notes/mine.txt", f"{DATA_FOLDER}/notes.txt"} <= store.objects.keys()
-    records = log.state.next_seq
-    assert await retention.retire(log, mine, Keep(2), {checkpoints[-1]}) == set()
-    assert log.state.next_seq == records
-
-
 def test_concurrent_retirement_is_not_reported_as_damage() -> None:
     """Another writer deleted checkpoints that are still in our view of the log: no repair is suggested.
     Missing files of a live checkpoint are reported once."""
@@ -316,60 +276,12 @@ def test_concurrent_retirement_is_not_reported_as_damage() -> None:
     asyncio.run(scenario())
 
 
-def test_concurrent_commit_is_not_reported_as_damage() -> None:
-    """Another rank commits a checkpoint while older ones are checked: no repair is suggested."""
-
-    class Busy(MemoryStore):
-        meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
-
-        async def get(self, key: str, **where: Any) -> memoryview:
-            if kind_of(key) == INDEX and self.meanwhile is not None:
-                work, self.meanwhile = self.meanwhile, None
-                await work()
-            return await super().get(key, **where)
-
-    async def scenario() -> None:
-        store, told = Busy(), list[Note]()
-        log, mine = await opened(store)
-        await save(log, mine, 1, 2, 3)
-        ours = RunLog(store)
-        await ours.open()
-
-        async def meanwhile() -> None:
-            await save(log, mine, 4)
-            await ours.refresh()
-
-        store.meanwhile = meanwhile
-        retention._cache.clear()  # as in another process
-        await OpenTier(store.url, Keep(2), ours)._warn(told.append)
-        assert len(ours.state.commits) == 4 and told == []
-
-    asyncio.run(scenario())
-
-
 @on_a_run
 async def test_retire_waits_for_a_verified_checkpoint(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """Cleanup waits if nothing is verified, or only checkpoints that are no longer live."""
     await save(log, mine, 1, 2, 3, 4)
     for verified in (set[CheckpointId](), {CheckpointId(1, 99, "0" * 8)}):
         assert await retention.retire(log, mine, Keep(1), verified) == set()
     assert await sound(store) == [4, 3, 2, 1]
-
-
-@on_a_run
-async def test_retire_sweeps_files_of_ended_checkpoints(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """The next cleanup deletes unused files of ended checkpoints, and never those of open ones."""
-    store.objects[data_key(CheckpointId(mine.term, 2, mine.nonce), 0)] = b"half"  # its writer died before the manifest
-    await save(log, mine, 1)
-    written = await write_part(store, snapshot(mine, 2), numbers=itertools.count(1))
-    await commits.commit(log, mine, [written])
-    await write_part(store, snapshot(mine, 3))
-    await commits.abort(log, mine, CheckpointId(mine.term, 3, mine.nonce), "for the test")
-    await write_part(store, snapshot(mine, 4))  # open
-    assert await retention.retire(log, mine, Keep(5), {CheckpointId(mine.term, 2, mine.nonce)}) == set()
-    assert await files(store) == {1: WHOLE, 2: WHOLE, 4: WHOLE - 1}
-    assert data_key(CheckpointId(mine.term, 2, mine.nonce), 0) not in store.objects
-    assert await sound(store) == [2, 1]
 
 
 @pytest.mark.parametrize("end", ["COMMIT", "ABORT"])
@@ -393,19 +305,6 @@ def test_base_of_held_checkpoint_stays(end: str) -> None:
         assert (await files(store)).get(1, 0) == (1 if end == "COMMIT" else 0)
 
     asyncio.run(scenario())
-
-
-@on_a_run
-async def test_retract_removes_base_of_an_increment(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """`retract` removes a wrong checkpoint even if others build on it. Those are aborted and deleted."""
-    checkpoints = await save(log, mine, 1, 2, 3)
-    written = await increment(log, mine, 4, await commits.load_manifest(store, checkpoints[0], 0))
-    await commits.retract(log, mine, checkpoints[0], "it mixes two moments")
-    with pytest.raises(SaveError, match="which no live checkpoint uses"):
-        await settle(log, lambda: mine, written, commits.Role(), deadline_s=1000)
-    await retention.retire(log, mine, Keep(1), {checkpoints[-1]})
-    assert await files(store) == {2: WHOLE, 3: WHOLE}
-    assert await sound(store) == [3, 2]
 
 
 async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenManifest) -> WrittenManifest:
@@ -469,154 +368,9 @@ def test_negative_control_missing_shared_file_is_detected(monkeypatch: pytest.Mo
 # -- the commands --
 
 
-async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[prune.GcPlan, RunLog]:
-    """Run the steps of `ckpt gc --yes`."""
-    log = await read.open_run(store.url, store)
-    stock = await prune.take_stock(log)
-    plan = prune.plan_gc(store.url, log.state, stock, [], abort_open)
-    landed, _ = await prune.gc(log, stock, plan.ending)
-    assert set(landed.delete) == {key for key, _ in plan.delete}
-    await prune.delete(store, plan.delete, grace_s=0.0)
-    return plan, log
-
-
-@on_a_run
-async def test_gc_counts_shared_files_as_live(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """A file that a live increment uses is not deleted, though nothing else of its owner exists."""
-    checkpoints = await chain(log, mine, 1, 2, 3)
-    await commits.retract(log, mine, checkpoints[0], "for the test")
-    await commits.retract(log, mine, checkpoints[1], "for the test")
-    plan, _ = await swept(store)
-    # Their manifests and indexes were deleted immediately.
-    assert {item.checkpoint: item.files for item in plan.doomed} == {checkpoints[1]: 1}
-    kept = {key for key in store.objects if owner(key) is not None}
-    assert plan.live.files == len(kept) == WHOLE + 1
-    assert plan.live.size == sum(len(store.objects[key]) for key in kept)
-    assert await sound(store) == [3]
-    assert not (await swept(store))[0].delete
-
-
-@on_a_run
-async def test_prune_keeps_data_files_of_increments(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """`ckpt prune` deletes the base of increments, but not its data file."""
-    await chain(log, mine, 1, 2, 3)
-    await save(log, mine, 4, 5)
-    await chain(log, mine, 6, 7)
-    stock = await prune.take_stock(log)
-    plan = prune.plan_prune(log, stock, Keep(5))
-    assert [item.checkpoint.step for item in plan.give_up] == [2, 1]
-    assert [item.files for item in plan.give_up] == [WHOLE, WHOLE - 1]
-    landed = await prune.prune(log, stock, Keep(5), plan.check.checkpoint)
-    await prune.delete(store, stock.files(landed.delete), grace_s=0.0)
-    assert await sound(store) == [7, 6, 5, 4, 3]
-
-
-def test_crash_during_deletions_leaves_live_checkpoints_complete() -> None:
-    """After PLAN and any number of deletions, every live checkpoint is complete, and the next cleanup finishes."""
-
-    async def scenario() -> None:
-        for survived in range(3 * WHOLE):
-            store = Dying()
-            log, mine = await opened(store)
-            checkpoints = await save(log, mine, 1, 2, 3, 4, 5)
-            store.left = survived
-            with pytest.raises(StoreError):
-                await retention.retire(log, mine, Keep(2), {checkpoints[-1]})
-            assert await sound(store) == [5, 4]
-            store.left = 10**9
-            log, mine = await opened(store)  # a new job
-            await commits.recover(log, mine)
-            await retention.retire(log, mine, Keep(2), {checkpoints[-1]})
-            assert await files(store) == {4: WHOLE, 5: WHOLE}
-
-    asyncio.run(scenario())
-
-
 @on_a_run
 async def test_negative_control_missing_live_file_is_detected(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """The check above detects a live record whose file is missing."""
     checkpoints = await save(log, mine, 1, 2)
     await store.delete(data_key(checkpoints[0], 0))
     with pytest.raises(AssertionError):
         await sound(store)
-
-
-@on_a_run
-async def test_fenced_job_deletes_nothing(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """The cleanup of a fenced job fails at its PLAN."""
-    checkpoints = await save(log, mine, 1, 2, 3, 4)
-    await opened(store)
-    with pytest.raises(FencedError):
-        await retention.retire(log, mine, Keep(1), {checkpoints[-1]})
-    assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
-
-
-@pytest.mark.parametrize("damage", [b"", b"{}", None])
-def test_retire_with_damaged_log_deletes_nothing(damage: bytes | None) -> None:
-    """The lost record might be a KEEP: `retire` does nothing, however often it is called."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        await save(log, mine, 1, 2)
-        key = f"log/{log.state.next_seq:012d}.json"
-        keep = Record("KEEP", {"checkpoint": f"000000001.1-{mine.nonce}", "note": ""}, "keep")
-        await log.append(lambda state: keep, owner=mine)
-        checkpoints = await save(log, mine, 3, 4, 5)
-        if damage is None:
-            del store.objects[key]
-        else:
-            store.objects[key] = damage
-        again, mine = await opened(store)
-        before = dict(store.objects)
-        for _ in range(3):
-            assert await retention.retire(again, mine, Keep(1), {checkpoints[-1]}) == set()
-        assert store.objects == before
-
-    asyncio.run(scenario())
-
-
-@on_a_run
-async def test_unreadable_checkpoint_prevents_all_deletions(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """If index and manifest are damaged, the files it needs are unknown, so none is deleted until it is retired."""
-    checkpoints = await save(log, mine, 1, 2, 3, 4)
-    keys = [key for kind in (INDEX, MANIFEST) for key in select(store.objects, kind, of=checkpoints[2])]
-    whole = {key: store.objects[key] for key in keys}
-    store.objects |= dict.fromkeys(keys, b"damaged")
-    retention._cache.clear()  # as after a restart
-    assert await retention.retire(log, mine, Keep(1), {checkpoints[-1]}) == set()
-    assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
-    store.objects |= whole
-    assert {a.step for a in await retention.retire(log, mine, Keep(1), {checkpoints[-1]})} == {1, 2}
-    more = await save(log, mine, 5, 6)
-    store.objects |= dict.fromkeys(keys, b"damaged")
-    assert {a.step for a in await retention.retire(log, mine, Keep(1), {more[-1]})} == {3, 4}
-
-
-def test_commit_before_plan_protects_its_files() -> None:
-    """PLAN is appended only as the very next record. Files of a checkpoint that it did not know are never deleted."""
-
-    class Late(MemoryStore):
-        then: Any = None
-
-        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
-            if self.then is not None and key.startswith("log/"):
-                work, self.then = self.then, None
-                await work()
-            await super().put(key, data, create=create)
-
-    async def scenario() -> None:
-        store = Late()
-        log, mine = await opened(store)
-        checkpoints = await save(log, mine, 1, 2, 3, 4)
-        other = await read.open_run(store.url, store)
-
-        async def meanwhile() -> None:
-            await save(other, mine, 5)
-
-        store.then = meanwhile
-        await retention.retire(log, mine, Keep(1), {checkpoints[-1]})
-        assert (await sound(store))[0] == 5
-        assert (await files(store))[5] == WHOLE
-
-    asyncio.run(scenario())

@@ -51,7 +51,6 @@ def test_remove_deletes_one_checkpoint_and_keeps_others_intact(run: Path, call: 
 
 
 def test_remove_refuses_pinned_checkpoint(run: Path, call: Any) -> None:
-    """The refusal names the command that removes the pin."""
     call("pin", f"{run}@3", "--note", "as published", "--yes")
     refused = call("rm", f"{run}@3", "--yes")
     assert refused.code == 2 and "as published" in refused.err

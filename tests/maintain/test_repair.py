@@ -20,12 +20,10 @@ from ckpt.core.checkpoint import chunks
 from ckpt.core.log.run_log import Record, RunLog
 from ckpt.errors import StoreError
 from ckpt.store import Store, open_store, remember_options
-from ckpt.testing import StoreTests, keys, pieces, upload
+from ckpt.testing import StoreTests, upload
 from ckpt.tools.maintain import audit, find_copies, repair
 from ckpt_backends.disk import Disk
-from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
-from ckpt_backends.remote import RemoteStore
 from ckpt_backends.remote_upload import PART
 from ckpt_backends.retry import Retry
 from ckpt_backends.s3 import S3Store
@@ -98,15 +96,6 @@ def same(run: Path, pristine: Path) -> bool:
     return tree(run) == tree(pristine)
 
 
-def holds(run: Path, pristine: Path) -> bool:
-    """Return True if all checkpoints restore the same bits."""
-    for step in STEPS:
-        one, two = ckpt.load(run, step=step), ckpt.load(pristine, step=step)
-        if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
-            return False
-    return True
-
-
 def check(call: Call, run: Path, pristine: Path, *sources: Path) -> None:
     """Check that damage is only reported at first, and that --yes repairs it completely."""
     before = tree(run)
@@ -173,15 +162,14 @@ def test_repair_restores_any_damage_with_intact_copy(
 
 
 @one_form
-def test_repaired_checkpoints_restore_bit_for_bit(made: Path, run: Path, call: Call) -> None:
-    """All checkpoints restore bit for bit. The output lists the damaged tensors and the source of their bytes."""
+def test_repair_names_tensors_and_source_of_bytes(made: Path, run: Path, call: Call) -> None:
     hurt(run, 2, "frozen")
     assert call("verify", run, "--all").code == 1
     (file,) = call("repair", run, "--from", made / "near", "--yes", "--json").json["data_files"]
     (piece,) = file["pieces"]
     assert (piece["tensors"], piece["from"]) == (["frozen"], f"file://{made / 'near'}")
     assert piece["steps"] == [4, 3, 2] and run / file["key"] == data_file(run, 2)
-    assert holds(run, made / "near")
+    assert same(run, made / "near")
 
 
 # -- without an intact copy --
@@ -441,7 +429,6 @@ def retiring(run: Path, step: int) -> None:
 def test_checkpoint_retired_during_repair_is_skipped(
     made: Path, run: Path, call: Call, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The missing files of a checkpoint retired during the repair are not damage, and are not restored."""
     hurt(run, 1, "noise")
     hurt(run, 4, "noise")
     real = getattr(repair.Repair, moment)
@@ -490,7 +477,6 @@ def moto() -> Iterator[MotoServer]:
 @one_form
 @pytest.mark.parametrize("engine", ["s3fs", "obstore"])
 def test_repair_from_and_to_a_bucket(made: Path, call: Call, moto: MotoServer, tmp_path: Path, engine: str) -> None:
-    """Repair works from a folder to a bucket, and from a bucket to a folder."""
     url = f"s3://{moto.make_bucket(f'repair-{engine}-{made.name[:4]}')}/run"
     remember_options(url, storage_options(moto.url) | {"engine": engine})
     assert call("copy", f"{made / 'near'}@5", url, "--yes").code == 0
@@ -551,29 +537,6 @@ def test_power_cut_leaves_old_or_new_file(tmp_path: Path) -> None:
         assert torn(careless, began, old, new)
 
 
-def test_drop_uploads_removes_only_abandoned_uploads(tmp_path: Path) -> None:
-    """`drop_uploads` removes abandoned uploads, unless they are wanted. The next upload of that name does too."""
-    root = tmp_path / "run"
-    left = root / DATA_FOLDER / ".p.0123456789abcdef.new"
-
-    async def work() -> None:
-        store, other = (LocalStore(f"file://{root}", writable=True) for _ in range(2))
-        await upload(store, KEY, b"old")
-        left.write_bytes(b"half")
-        writing = await store.upload(KEY, size=3, replace=True)
-        await writing.write_at(0, memoryview(b"new"))
-        assert not left.exists()
-        left.write_bytes(b"half")
-        assert await other.drop_uploads(lambda key: key == KEY) == 0 and left.exists()
-        assert await other.drop_uploads(lambda key: False) == 1 and not left.exists()
-        await writing.finish()
-        assert bytes(await other.get(KEY)) == b"new" and os.listdir(root / DATA_FOLDER) == ["p"]
-        for one in (store, other):
-            await one.aclose()
-
-    asyncio.run(work())
-
-
 @one_form
 def test_gc_removes_temporary_files(run: Path, call: Call) -> None:
     """`gc` removes the temporary file of a repair that was killed and never repeated."""
@@ -600,7 +563,6 @@ class InPlace(MemoryStore):
     "promise", ["test_an_upload_replaces_only_if_it_is_told_to", "test_a_replacement_that_is_given_up_changes_nothing"]
 )
 def test_negative_control_early_replacement_fails_store_tests(promise: str) -> None:
-    """The tests for all stores fail for it, and pass for a correct store."""
 
     class Checked(StoreTests):
         kind = MemoryStore
@@ -658,26 +620,6 @@ def test_failed_replacement_keeps_object_in_bucket(moto: MotoServer, engine: str
         asyncio.run(work())
 
 
-def test_fsspec_store_replaces_object_at_the_end(tmp_path: Path) -> None:
-    """fsspec stores upload to a name that no listing shows, and then move the object."""
-
-    async def work() -> None:
-        store = RemoteStore(f"memory://{tmp_path.name}")
-        old, new = bytes(LARGE), random.Random(5).randbytes(LARGE)
-        await upload(store, KEY, old)
-        target = await store.upload(KEY, size=LARGE, replace=True)
-        for a, b in pieces(target.part, LARGE):
-            await target.write_at(a, memoryview(new)[a:b])
-        assert bytes(await store.get(KEY)) == old and await keys(store) == [KEY]
-        given_up = await store.upload(f"{DATA_FOLDER}/q", size=LARGE, replace=True)
-        await given_up.write_at(0, memoryview(new)[: given_up.part])
-        await given_up.abort()
-        await target.finish()
-        assert bytes(await store.get(KEY)) == new and await keys(store) == [KEY]
-
-    asyncio.run(work())
-
-
 @one_form
 def test_audit_reads_each_data_file_once(made: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data file is read once, in ranges of a bounded size, however large it is."""
@@ -710,7 +652,6 @@ def test_audit_reads_each_data_file_once(made: Path, run: Path, monkeypatch: pyt
 
 @one_form
 def test_repair_works_without_torch(made: Path, run: Path) -> None:
-    """Repair works if torch cannot be imported."""
     hurt(run, 1, "noise")
     words = ["repair", run, "--from", made / "near", "--yes"]
     result = spawn(*words, code="sys.modules['torch'] = None")

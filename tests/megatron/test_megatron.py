@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 import pytest
 
 import ckpt
-from foreign import warmed
+from foreign import errors_of_versions, warmed
 from parallel import said_by
-from processes import PYTHONPATH
 
 MAIN = "import megatron_on_cpu, megatron_toy; megatron_toy.main()"
 KILLED, STEPS = 3, 5  # as in megatron_toy
@@ -130,19 +127,9 @@ def test_unsupported_settings_are_rejected_on_all_ranks(python: Path, folder: Pa
 
 def test_unsupported_version_is_rejected(python: Path) -> None:
     """An import fails with the supported range, or if megatron-core is missing, with what to install."""
-    code = """
-import megatron.core, sys
-for megatron.core.__version__ in sys.argv[1:]:
-    try:
-        import ckpt.megatron
-    except ImportError as error:
-        print(error)
-"""
     versions = ("0.15.3", "0.17.0rc1", "1.0.0")
-    ended = subprocess.run(
-        [python, "-c", code, *versions], env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True
-    )
     known = "ckpt.megatron supports megatron-core from 0.16 and below 0.17, but"
-    assert ended.stdout.splitlines() == [f"{known} {version} is installed" for version in versions], ended.stderr
+    errors = errors_of_versions(python, "megatron.core", "megatron", *versions)
+    assert errors == [f"{known} {version} is installed" for version in versions]
     with pytest.raises(ImportError, match=r"pip install 'everystep\[megatron\]'"):
         ckpt.megatron  # noqa: B018

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpt
-from commands import spawn
+from commands import run_here
 from foreign import warmed
 from parallel import said_by
 
@@ -36,7 +36,7 @@ def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torch_dist")
     said_by(python, 2, MAIN, "save", folder, *CASES)
     for case in CASES:
-        assert spawn("import", folder / "theirs" / case, folder / "runs" / case).returncode == 0
+        assert run_here("import", folder / "theirs" / case, folder / "runs" / case).code == 0
     return folder
 
 
@@ -51,7 +51,7 @@ def loaded(python: Path, folder: Path, resumed: Said) -> Said:
     for case in CASES:
         given = folder / "given" / case
         given.parent.mkdir(exist_ok=True)
-        assert spawn("restore", folder / "runs" / case, "--to", given, "--format", "torch_dist").returncode == 0
+        assert run_here("restore", folder / "runs" / case, "--to", given, "--format", "torch_dist").code == 0
     return said_by(python, 4, MAIN, "look", folder, *(f"{case}={sizes}" for case, sizes in BY_FOUR.items()))[1]
 
 
@@ -80,7 +80,7 @@ def test_megatron_loads_exported_checkpoint(case: str, loaded: Said) -> None:
 def test_export_and_import_are_exact(folder: Path, loaded: Said) -> None:
     """All tensors and settings are equal; common.pt has only plain values."""
     case = "data-fp16"
-    assert spawn("import", folder / "given" / case, folder / "again").returncode == 0
+    assert run_here("import", folder / "given" / case, folder / "again").code == 0
     before, after = ckpt.load(folder / "runs" / case), ckpt.load(folder / "again")
     names = {name for name in before if name.startswith(("model.", "optim."))}
     assert names == {name for name in after if name.startswith(("model.", "optim."))}
@@ -100,12 +100,12 @@ def test_object_in_optimizer_is_named(folder: Path, tmp_path: Path) -> None:
         f"{where} (an object of argparse.Namespace, in common.pt)"
         for where in ("megatron.optimizer.optimizer.param_groups.0.hook", "sched.opt_param_scheduler.rule")
     ]
-    refused = spawn("import", tmp_path / "theirs", tmp_path / "run")
-    assert refused.returncode and ", ".join(told) in refused.stderr and not (tmp_path / "run").exists()
+    refused = run_here("import", tmp_path / "theirs", tmp_path / "run")
+    assert refused.code and ", ".join(told) in refused.err and not (tmp_path / "run").exists()
     for name, words in (("run", ["--skip-objects"]), ("weights", ["--only", "model"])):
-        done = spawn("import", tmp_path / "theirs", tmp_path / name, *words)
-        assert done.returncode == 0, done.stderr
-        said = " ".join((done.stdout + done.stderr).split())
+        done = run_here("import", tmp_path / "theirs", tmp_path / name, *words)
+        assert done.code == 0, done.err
+        said = " ".join((done.out + done.err).split())
         assert [f"skipped {one}" in said for one in told] == [name == "run"] * 2
 
 
@@ -113,16 +113,16 @@ def test_unsupported_megatron_formats_are_rejected(folder: Path, tmp_path: Path)
     """An optimizer saved by rank is rejected with its name and the remedy; the weights alone can be imported.
     Other formats and runs of other trainers are rejected too."""
     by_rank = folder / "theirs" / "by-rank"
-    refused = spawn("import", by_rank, tmp_path / "run")
-    assert refused.returncode and "optim (which Megatron saved as dp_reshardable" in refused.stderr
-    assert "--dist-ckpt-optim-fully-reshardable" in refused.stderr and not (tmp_path / "run").exists()
-    assert spawn("import", by_rank, tmp_path / "run", "--only", "model").returncode == 0
+    refused = run_here("import", by_rank, tmp_path / "run")
+    assert refused.code and "optim (which Megatron saved as dp_reshardable" in refused.err
+    assert "--dist-ckpt-optim-fully-reshardable" in refused.err and not (tmp_path / "run").exists()
+    assert run_here("import", by_rank, tmp_path / "run", "--only", "model").code == 0
     assert ckpt.load(tmp_path / "run")["model.decoder.layers.3.mlp.linear_fc2.weight"].dtype == torch.bfloat16
 
     shutil.copytree(by_rank, tmp_path / "zarr")
     (tmp_path / "zarr" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
     assert (
-        "has Megatron's format 'zarr', not torch_dist" in spawn("import", tmp_path / "zarr", tmp_path / "other").stderr
+        "has Megatron's format 'zarr', not torch_dist" in run_here("import", tmp_path / "zarr", tmp_path / "other").err
     )
-    refused = spawn("export", tmp_path / "run", "--to", tmp_path / "out", "--format", "torch_dist")
-    assert "this is not a run of ckpt.megatron" in refused.stderr
+    refused = run_here("export", tmp_path / "run", "--to", tmp_path / "out", "--format", "torch_dist")
+    assert "this is not a run of ckpt.megatron" in refused.err

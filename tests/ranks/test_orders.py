@@ -115,17 +115,6 @@ def test_all_ranks_execute_orders_in_same_sequence(ranks: Ranks) -> None:
     assert {(order.rank, order.step) for order in first} == {(r, 10 * r + s) for r in range(3) for s in range(4)}
 
 
-def test_late_rank_joins_only_order_of_its_kind(ranks: Ranks) -> None:
-    """It executes earlier orders in sequence, and posts its own if they were of another kind."""
-    ranks.stop()  # no rank reads
-    first = ranks.orders[0].post("interval", 5, {})
-    second = ranks.orders[0].post("save", 6, {})
-    assert ranks.orders[1].post("save", 7, {}, join=6) == second
-    assert ranks.executed[1] == [first, second]
-    third = ranks.orders[2].post("save", 8, {})
-    assert (third.rank, third.number) == (2, 2) and ranks.executed[2] == [first, second, third]
-
-
 def test_negative_control_other_job_attempt_executes_nothing() -> None:
     """The prefix separates job attempts. With the same one they would receive each other's orders."""
     store = HashStore()
@@ -145,24 +134,6 @@ def test_single_rank_needs_no_store_or_thread() -> None:
     assert [order.step for order in executed] == [0, 1, 2] and orders.pause_s == 0.0
     assert not readers()
     orders.stop()
-
-
-def test_orders_are_dropped_during_a_restore() -> None:
-    """A rank neither posts nor executes during a restore, and afterwards executes only newer orders."""
-    store = HashStore()
-    ranks = Ranks(lambda: store, 2).start()
-    generation = ranks.orders[1].suspend()
-    posted = ranks.orders[0].post("save", 5, {})  # rank 0 is not restoring yet
-    with pytest.raises(PeerError, match="restore"):
-        ranks.orders[1].post("save", 5, {})
-    ranks.orders[0].suspend()
-    for orders in ranks.orders:
-        orders.begin(generation + 1)
-        orders.resume()
-    again = ranks.orders[0].post("save", 5, {})
-    assert eventually(lambda: ranks.executed == [[posted, again], [again]])
-    assert (again.generation, again.number) == (generation + 1, 0)
-    ranks.stop()
 
 
 @contextlib.contextmanager
@@ -226,7 +197,6 @@ def test_post_and_stop_return_when_store_hangs() -> None:
 
 
 def test_orders_are_read_again_after_store_failure() -> None:
-    """The reader reconnects as long as the run is open."""
     store, failures = HashStore(), [RuntimeError("Broken pipe")] * 3
 
     class Flaky:
@@ -244,7 +214,7 @@ def test_orders_are_read_again_after_store_failure() -> None:
     ranks.stop()
 
 
-@pytest.mark.parametrize("raw", [b"{", b"j5", b"j{}", b'j[0,"save"]', b'j[0,"save","x",{}]', b"z\xff"])
+@pytest.mark.parametrize("raw", [b"{", b"j{}", b'j[0,"save"]', b"z\xff"])
 def test_invalid_order_is_skipped(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """All ranks skip that number with a warning, and execute the next."""
     store = HashStore()
@@ -258,7 +228,6 @@ def test_invalid_order_is_skipped(raw: bytes, caplog: pytest.LogCaptureFixture) 
 
 
 def test_failing_handler_does_not_end_the_channel(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor does an order of an unknown kind."""
     store = HashStore()
     store.set("x/orders/0/0", pack([0, "dance", 1, {}]))
     ranks = Ranks(lambda: store)

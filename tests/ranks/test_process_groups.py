@@ -83,7 +83,6 @@ def test_checkpointing_never_uses_process_group(tmp_path: Path, end: str) -> Non
 
 
 def test_negative_control_stand_in_detects_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: a call of the group is detected."""
     group = StandIn(0, 1)
     monkeypatch.setitem(globals(), "CALLS", [])
     with pytest.raises(RuntimeError, match="would hang"):

@@ -6,7 +6,6 @@ Ranks are threads here, each with its own store, and processes at the end.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -32,7 +31,6 @@ from ckpt.errors import (
     TransferError,
     UsageError,
 )
-from parallel import launch
 from processes import run_script
 from threads import StoreOf, host, store_of, tcp, tcp_client, together
 
@@ -55,28 +53,7 @@ def told(outcomes: list[Any], kind: type[Exception], text: str) -> bool:
     return all(type(outcome) is kind and text in str(outcome) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 16])
-def test_all_ranks_get_decision_of_rank_0(store_of: StoreOf, size: int) -> None:
-    """Values are in rank order, whoever comes first; `decide` runs once, on rank 0."""
-    deciders = []
-
-    def decide(values: list[Any]) -> Any:
-        deciders.append(threading.get_ident())
-        return {"sum": sum(values), "values": values}
-
-    def body(world: World) -> Any:
-        time.sleep(world.rank * 7 % 5 / 100)
-        return world.agree("numbers", world.rank * 10, decide), world.agree("all", f"é{world.rank}"), world.rank
-
-    numbers = [rank * 10 for rank in range(size)]
-    everybody = [f"é{rank}" for rank in range(size)]
-    expected = [({"sum": sum(numbers), "values": numbers}, everybody, rank) for rank in range(size)]
-    assert together(size, store_of, body) == expected
-    assert len(deciders) == 1
-
-
 def test_file_store_works_too(tmp_path: Path) -> None:
-    """Each rank has its own store object."""
     outcomes = together(
         3, lambda rank: dist.FileStore(str(tmp_path / "store"), 3), lambda world: world.agree("x", world.rank)
     )
@@ -101,62 +78,10 @@ def test_store_without_clone_and_delete_works(store: Any) -> None:
     assert store.num_keys() > 8
 
 
-def test_ranks_get_equal_values(store: Any) -> None:
-    """Rank 0 also gets the JSON form of a value. Large values are compressed, and any string works."""
-    value = (1, {2: "\ud800\x00z"}, None, 1.5, ["word"] * 20_000)
-    expected = json.loads(json.dumps([value, value]))
-    assert together(2, store, lambda world: world.agree("x", value)) == [expected] * 2
-    assert together(2, store, lambda world: world.agree("x", 0, lambda _: value)) == [expected[0]] * 2
-
-
-def test_single_rank_needs_no_store() -> None:
-    """`decide` gets the unchanged value, and its error is raised unchanged."""
-    world = World(node="here")
-    assert (world.rank, world.size, world.node, world.nodes, world.local_rank, world.local_size) == (
-        0,
-        1,
-        0,
-        (0,),
-        0,
-        1,
-    )
-    assert (
-        world.agree("x", (1,)) == [(1,)]
-        and world.agree("x", 2, sum) == 2
-        and all_together(world, "x", lambda: 3) == [3]
-    )
-    with pytest.raises(ZeroDivisionError):
-        all_together(world, "x", lambda: 1 // 0)
-    world.farewell()
-    mailbox = world.mailbox()
-    mailbox.put("a", [1])
-    assert world.mailbox().poll([]) and mailbox.poll(["a"]) and not mailbox.poll(["a", "b"])
-    assert mailbox.wait(["a"], 1) == [[1]]
-    with pytest.raises(DeadlineError, match=r"(?m)s: b$"):
-        mailbox.wait(["a", "b"], 0.01)
-
-
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0), (0, 2)])
 def test_impossible_ranks_are_rejected(rank: int, size: int) -> None:
-    """Multiple ranks without a store are rejected too."""
     with pytest.raises(UsageError):
         World(rank, size)
-
-
-@pytest.mark.parametrize("nodes", ["abab", "aabb", "bbab", "cabac", "aaa", "abc"])
-def test_nodes_and_local_ranks_are_numbered(store: Any, nodes: str) -> None:
-    """Nodes are numbered by their lowest ranks, and local ranks in rank order, also if nodes interleave."""
-    found = together(
-        len(nodes),
-        store,
-        lambda w: (w.nodes, w.node, w.local_rank, w.local_size),
-        node_of=lambda rank: f"host {nodes[rank]}",
-    )
-    order = sorted(set(nodes), key=nodes.index)
-    numbers = tuple(order.index(name) for name in nodes)
-    for rank, name in enumerate(nodes):
-        local = [r for r in range(len(nodes)) if nodes[r] == name]
-        assert found[rank] == (numbers, order.index(name), local.index(rank), len(local))
 
 
 def test_missing_rank_is_named_on_all_ranks(store_of: StoreOf) -> None:
@@ -168,15 +93,7 @@ def test_missing_rank_is_named_on_all_ranks(store_of: StoreOf) -> None:
     assert told(outcomes, DeadlineError, "open the run: rank 2 did not arrive within 0.3 s")
 
 
-def test_many_missing_ranks_are_counted(store: Any) -> None:
-    """The error lists eight ranks and counts the rest."""
-    outcomes = together(16, store, lambda world: world.agree("x", 0, timeout_s=0.3) if world.rank in (0, 3) else OWN)
-    text = "rank 1, 2, 4, 5, 6, 7, 8, 9 and 6 more did not arrive"
-    assert told([outcomes[0], outcomes[3]], DeadlineError, text)
-
-
 def test_late_rank_raises_the_same_error(store_of: StoreOf) -> None:
-    """It raises the same error as the others, and all continue with the next turn."""
     gone = threading.Event()
 
     def body(world: World) -> Any:
@@ -191,16 +108,9 @@ def test_late_rank_raises_the_same_error(store_of: StoreOf) -> None:
 
 
 def test_missing_rank_0_is_named(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All others name it, shortly after the deadline."""
     monkeypatch.setattr(worlds, "GRACE_S", 0.1)
     outcomes = together(3, store, lambda world: world.agree("x", 0, timeout_s=0.2) if world.rank else OWN)
     assert told(outcomes[1:], DeadlineError, "x: rank 0 did not respond")
-
-
-def test_incomplete_world_raises_deadline_error(store: Any) -> None:
-    """The waiting rank raises an error that names the missing ones."""
-    with pytest.raises(DeadlineError, match=r"rank 1, 2 did not arrive"):
-        World(0, 3, store, timeout_s=0.1)
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -251,21 +161,6 @@ def test_error_of_lowest_rank_is_raised(store: Any) -> None:
     assert told(outcomes, FencedError, "rank 1: newer job")
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "text"),
-    [(FencedError("no"), FencedError, "no"), (ValueError("bug"), PeerError, "ValueError: bug")],
-)
-def test_error_in_decision_reaches_all_ranks(store: Any, error: Exception, kind: type[Exception], text: str) -> None:
-    """No rank is left waiting, whatever fails in the decision."""
-
-    def decide(values: list[Any]) -> Any:
-        raise error
-
-    outcomes = together(3, store, lambda world: world.agree("x", 0, decide))
-    assert outcomes[0] is error
-    assert told(outcomes[1:], kind, f"rank 0: {text}")
-
-
 def test_value_without_json_form_is_rejected(store: Any) -> None:
     """This holds for values of ranks and decisions, and for values on which the store would drop the connection."""
     deep: list[Any] = []
@@ -294,7 +189,6 @@ def test_large_value_is_sent_in_pieces(tcp: StoreOf, monkeypatch: pytest.MonkeyP
 
 
 def test_different_calls_of_ranks_raise_error(store: Any) -> None:
-    """Both topics are named, on all ranks."""
     outcomes = together(4, store, lambda world: world.agree("save" if world.rank == 2 else "restore", 0))
     assert told(outcomes, PeerError, "rank 0 called 'restore', rank 2 called 'save'")
 
@@ -304,19 +198,13 @@ def test_different_calls_of_ranks_raise_error(store: Any) -> None:
     [
         b"",
         b"{}",
-        b'x{"topic":"x","value":1}',
         b"j",
-        b"jnull",
         b"j[1]",
-        b"j{}",
         b"zj{}",
-        b"j\xff",
         b'j{"error":1}',
-        b'j{"topic":"x","error":{}}',
     ],
 )
 def test_foreign_message_raises_error_on_all_ranks(store: Any, rubbish: bytes) -> None:
-    """All ranks report it, whether rank 1 or rank 0 posted it."""
 
     def posted(world: World) -> Any:
         if world.rank == 1:
@@ -351,7 +239,6 @@ def keys_after(store: Any, rounds: int) -> int:
 
 
 def test_rounds_leave_a_bounded_number_of_keys() -> None:
-    """50 rounds leave as many keys as 10."""
     few = keys_after(dist.HashStore(), 10)
     assert keys_after(dist.HashStore(), 50) == few <= 3 + 2
 
@@ -360,22 +247,6 @@ def test_negative_control_undeleted_keys_are_detected(monkeypatch: pytest.Monkey
     """Without the cleanup, more rounds leave more keys."""
     monkeypatch.setattr(world.Board, "drop", lambda self, keys: None)
     assert keys_after(dist.HashStore(), 20) > keys_after(dist.HashStore(), 10) > 30
-
-
-def test_keys_of_missed_turn_are_deleted_later(store: Any) -> None:
-    """They are deleted once the rank has reached a later turn."""
-    late = threading.Event()
-
-    def body(world: World) -> None:
-        if world.rank:
-            late.wait(20)
-        with pytest.raises(DeadlineError):
-            world.agree("x", 0, timeout_s=0.1)
-        late.set()
-        world.agree("y", 0)
-
-    assert together(2, store, body) == [None, None]
-    assert store.num_keys() == 1 + 1
 
 
 def test_messages_of_dead_processes_are_ignored(store_of: StoreOf) -> None:
@@ -393,7 +264,6 @@ def test_messages_of_dead_processes_are_ignored(store_of: StoreOf) -> None:
 
 
 def test_second_world_has_its_own_keys(store: Any) -> None:
-    """Each World of a job has its own keys, also while the earlier one lives."""
 
     def body(world: World) -> Any:
         world.mailbox().put("k", "first")
@@ -424,7 +294,6 @@ def test_rank_0_leaves_last(store_of: StoreOf) -> None:
 
 
 def test_negative_control_farewell_ends_after_timeout(store: Any) -> None:
-    """Rank 0 leaves after its timeout, without an error."""
     left = threading.Event()
 
     def body(world: World) -> Any:
@@ -456,22 +325,6 @@ def test_mailboxes_work_during_turns(store_of: StoreOf) -> None:
         return [message["from"] for message in got]
 
     assert together(3, store_of, body) == [[0, 1, 2]] * 3
-
-
-def test_missing_mail_is_named(store: Any) -> None:
-    """The error lists only the missing keys, as they were requested."""
-
-    def body(world: World) -> Any:
-        mailbox = world.mailbox()
-        mailbox.put(f"there {world.rank}", 1)
-        world.agree("x", 0)
-        with pytest.raises(DeadlineError, match=r"(?m)0\.1 s: a, b$"):
-            mailbox.wait(["a", "there 0", "b", "there 1"], 0.1)
-        with pytest.raises(UsageError, match="JSON"):
-            mailbox.put("c", object())
-        return mailbox.poll(["c"])
-
-    assert together(2, store, body) == [False, False]
 
 
 def mail(world: World, mailbox: Mailbox) -> Any:
@@ -509,52 +362,6 @@ def test_lost_store_raises_error_on_ranks(host: tuple[subprocess.Popen[str], int
 
     threading.Thread(target=end).start()
     assert together(3, lambda rank: tcp_client(port), body) == [True] * 3
-
-
-def test_store_works_without_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example when a run is closed during interpreter shutdown."""
-    world = World(0, 1)
-    mailbox = world.mailbox()
-    with monkeypatch.context() as patch:
-
-        def refuse(self: Any) -> None:
-            raise RuntimeError("can't create new thread at interpreter shutdown")
-
-        patch.setattr(threading.Thread, "start", refuse)
-        mailbox.put("k", 1)
-        assert mailbox.wait(["k"], 1) == [1]
-
-
-RANK = """
-import os, torch.distributed as dist
-from ckpt.core.ranks.world import World, together
-from ckpt.errors import *
-rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-world = World.detect(f"host {rank % 2}", timeout_s=60)
-print(world.rank, world.nodes, world.local_rank, world.agree("pids", os.getpid(), lambda pids: len(set(pids))))
-try:
-    together(world, "fail", lambda: 1 // (rank - 1))
-except (PeerError, ZeroDivisionError) as error:
-    print(type(error).__name__, error)
-world.mailbox().put(str(rank), rank)
-print(world.mailbox().wait(["0", "1", "2"], 60))
-world.farewell()
-"""
-
-
-def test_ranks_as_processes_agree() -> None:
-    """They find each other through the store of torch's process group, and leave without an error."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for rank, done in enumerate(launch(3, RANK, port=server.port)):
-        assert done.returncode == 0, done.stderr
-        failed = "ZeroDivisionError integer" if rank == 1 else "PeerError rank 1: ZeroDivisionError: integer"
-        assert done.stdout.splitlines() == [
-            f"{rank} (0, 1, 0) {[0, 0, 1][rank]} 3",
-            f"{failed} division or modulo by zero",
-            "[0, 1, 2]",
-        ]
 
 
 DETECT = """

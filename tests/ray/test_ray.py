@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckpt
-from foreign import python_with
+from foreign import errors_of_versions, python_with
 from processes import PYTHONPATH, REPO
 
 
@@ -66,6 +66,5 @@ def test_killed_worker_restores_from_memory(python: Path, tmp_path: Path) -> Non
 
 def test_unsupported_version_is_rejected(python: Path) -> None:
     """The error has the supported range."""
-    code, path = "import ray; ray.__version__ = '2.9.0'; import ckpt.ray", {"PYTHONPATH": PYTHONPATH}
-    ended = subprocess.run([python, "-c", code], env={**os.environ, **path}, capture_output=True, text=True)
-    assert "ckpt.ray supports Ray from 2.60 and below 2.70, but 2.9.0 is installed" in ended.stderr
+    (error,) = errors_of_versions(python, "ray", "ray", "2.9.0")
+    assert "ckpt.ray supports Ray from 2.60 and below 2.70, but 2.9.0 is installed" in error

@@ -157,7 +157,6 @@ def test_page_has_every_part_of_a_run() -> None:
 
 
 def test_bar_adds_up_to_wall_clock() -> None:
-    """Its parts fill it, each with the width of its share."""
     accounts, faults = history()
     one = subject(accounts, faults)
     found = one.statement
@@ -190,7 +189,6 @@ def test_page_of_run_with_few_events(accounts: list[Account], words: str) -> Non
 
 
 def test_hostile_text_is_never_markup() -> None:
-    """Hostile text from any source is never markup, and readers see it as text."""
     accounts, faults = history()
     for one in accounts:
         one.host, one.url, one.versions = EVIL, EVIL, {EVIL: EVIL}
@@ -300,7 +298,6 @@ def test_report_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None
 
 
 def test_report_replaces_only_regular_files(run: Path, tmp_path: Path) -> None:
-    """Only a regular file is replaced, with --force; a link stays a link."""
     write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
     os.mkfifo(pipe)

@@ -120,14 +120,12 @@ def test_end_in_the_future_counts_as_now() -> None:
 
 
 def test_negative_control_survived_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If every hang counts as the end, the test fails."""
     monkeypatch.setattr(Account, "failed", property(lambda self: self.end is not None))
     with pytest.raises(AssertionError):
         test_survived_hang_is_not_an_interruption()
 
 
 def test_negative_control_ends_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If ends in the future are believed, or the start is infinite, the tests fail."""
     monkeypatch.setattr(timeline, "_until", lambda account, now, notes: account)
     with pytest.raises(AssertionError):
         test_end_in_the_future_counts_as_now()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from ckpt.core.log import run_log
 from ckpt.core.log.records import Record, summary
 from ckpt.core.log.run_log import RunLog, Trimmer, record_key
 from ckpt.errors import FencedError, OutcomeUnknownError, StoreError
-from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
 from logs import checkpoint, new_log, reopened
 
@@ -67,94 +65,6 @@ async def opened_whole(store: MemoryStore) -> RunLog:
     return log
 
 
-def test_reader_restarts_after_records_are_deleted() -> None:
-    """A reader that was inactive for long gets the same state as one that read everything."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await long_log(store, EVERY + 2)
-        away = await reopened(store)
-        await grow(log, mine, 6 * EVERY + 1)
-        await Trimmer().step(log, None)
-        assert numbers(store)[0] > away.state.next_seq
-        await away.refresh()
-        assert summary(away.state) == summary(log.state) and not away.state.damaged
-
-    asyncio.run(scenario())
-
-
-def test_record_below_the_floor_never_counts() -> None:
-    """A writer suspended before its put raises FencedError; readers and cleanup ignore its file."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await long_log(store, EVERY + 2)
-        late = await reopened(store)
-        at = late.state.next_seq
-        await grow(log, mine, at + 3)
-        newer = await grown_by_another(log, 6 * EVERY + 1)
-        await Trimmer().step(log, None)
-
-        async def suspended() -> Any:
-            return late.state  # what it knew before
-
-        real, late._refresh = late._refresh, suspended  # type: ignore[method-assign]
-        make = kept(checkpoint(1, 1), "late")
-
-        async def put(key: str, *args: Any, **named: Any) -> None:
-            late._refresh = real  # type: ignore[method-assign]
-            await MemoryStore.put(store, key, *args, **named)
-
-        store.put = put  # type: ignore[method-assign]
-        with pytest.raises(FencedError):
-            await late.append(make, owner=mine)
-        assert at in numbers(store), "the record must exist, or the test proves nothing"
-        assert (await reopened(store)).state.kept == log.state.kept and newer
-        del store.put
-        await grow(log, log.state.acquires[-1], 8 * EVERY + 1)
-        await Trimmer().step(log, None)
-        assert at not in numbers(store)
-
-    asyncio.run(scenario())
-
-
-async def grown_by_another(log: RunLog, to: int) -> Any:
-    mine = await commits.acquire(log, "feedfeed")
-    await grow(log, mine, to)
-    return mine
-
-
-def test_reply_lost_long_ago_stays_unknown() -> None:
-    """A reply was lost, and the log no longer shows if the request succeeded. Nothing is recorded twice."""
-
-    class Lossy(MemoryStore):
-        remote = True
-        lose = False
-
-        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
-            await super().put(key, data, create=create)
-            if self.lose:
-                self.lose = False
-                await grow(other, other.state.acquires[-1], other.state.next_seq + 6 * EVERY)
-                raise StoreError("no answer", retryable=True)
-
-    async def scenario() -> None:
-        nonlocal other
-        store = Lossy()
-        log, _ = await new_log(store)
-        other = await reopened(MemoryStore(objects=store.objects))
-        store.lose = True
-        with pytest.raises(OutcomeUnknownError, match="no longer names this request"):
-            await log.append(kept(checkpoint(1, 1), "mine"), owner=None)
-        with pytest.raises(OutcomeUnknownError):
-            await log.append(kept(checkpoint(1, 1), "mine"), owner=None)
-        said = [raw for key, raw in store.objects.items() if key.startswith("log/") and b'"id":"mine"' in raw]
-        assert len(said) == 1
-
-    other: RunLog
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize(("which", "first"), [((4,), 3 * EVERY), ((5,), 0), ((4, 5), 0)])
 def test_damaged_snapshot_does_not_set_floor(which: tuple[int, ...], first: int) -> None:
     """Only intact SNAPSHOTs determine the floor. If the newest is damaged, nothing is deleted."""
@@ -168,23 +78,6 @@ def test_damaged_snapshot_does_not_set_floor(which: tuple[int, ...], first: int)
         assert fresh.state.commits == log.state.commits
         await Trimmer().step(fresh, None)
         assert numbers(store) == list(range(first, 5 * EVERY + 3))
-
-    asyncio.run(scenario())
-
-
-def test_log_without_both_snapshots_is_still_read() -> None:
-    """Their summary is lost; the log reports damage, and nothing more is deleted."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await long_log(store, 5 * EVERY + 3)
-        await Trimmer().step(log, mine)
-        for number in (4, 5):
-            damage(store, number * EVERY)
-        blind = await reopened(store)
-        assert blind.state.damaged and blind.state.next_seq == log.state.next_seq and blind.state.commits
-        await Trimmer().step(blind, None)
-        assert numbers(store)[0] == 4 * EVERY
 
     asyncio.run(scenario())
 
@@ -272,71 +165,6 @@ def test_next_owner_fences_without_both_snapshots() -> None:
         assert (await commits.acquire(blind, new_nonce())).term > mine.term
         with pytest.raises(FencedError):
             await log.append(kept(checkpoint(1, 1), "late"), owner=mine)
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("first", ["high", "snapshots", "newer snapshots"])
-def test_inconsistent_listing_is_rejected(first: str) -> None:
-    """Its second page was listed after the log had grown, and records of the first page were deleted."""
-    pages = {
-        "high": lambda seq: seq >= 4 * EVERY,
-        "snapshots": lambda seq: seq % EVERY == 0,
-        "newer snapshots": lambda seq: seq % EVERY == 0 and seq >= 4 * EVERY,
-    }
-
-    class Torn(MemoryStore):
-        torn = True
-
-        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-            found = [info async for info in super().list(prefix)]
-            if prefix == "log/" and self.torn:
-                self.torn = False
-                first_page = [info for info in found if pages[first](int(info.key[4:16]))]
-                await grow(log, log.state.acquires[-1], 6 * EVERY + 3)
-                await Trimmer().step(log, None)
-                rest = [info async for info in super().list(prefix) if not pages[first](int(info.key[4:16]))]
-                found = first_page + rest
-            for info in found:
-                yield info
-
-    async def scenario() -> None:
-        nonlocal log
-        store = MemoryStore()
-        log, mine = await long_log(store, 3 * EVERY + 2)
-        await Trimmer().step(log, mine)
-        found = await reopened(Torn(objects=store.objects))
-        assert summary(found.state) == summary(log.state) and not found.state.damaged
-
-    log: RunLog
-    asyncio.run(scenario())
-
-
-def test_same_run_while_another_task_appends() -> None:
-    """FORMAT.json is lost, and the newest record was put after the listing."""
-
-    class Slow(MemoryStore):
-        pause: asyncio.Event | None = None
-
-        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-            found = [info async for info in super().list(prefix)]
-            if self.pause is not None:
-                await self.pause.wait()
-            for info in found:
-                yield info
-
-    async def scenario() -> None:
-        store = Slow()
-        log, mine = await new_log(store)
-        await grow(log, mine, 5)
-        del store.objects["FORMAT.json"]
-        store.pause = asyncio.Event()
-        asking = asyncio.create_task(log._newest_missing())
-        await asyncio.sleep(0)
-        pause, store.pause = store.pause, None
-        await grow(log, mine, 6)
-        pause.set()
-        assert await asking is False
 
     asyncio.run(scenario())
 

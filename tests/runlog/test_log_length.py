@@ -19,7 +19,7 @@ from ckpt.core.log import records, run_log
 from ckpt.core.log import run_log as logs
 from ckpt.core.log.records import Record, expand, summary
 from ckpt.core.log.run_log import RunLog, record_key
-from ckpt.errors import CorruptError, StoreError
+from ckpt.errors import CorruptError
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
 from logs import checkpoint, committed, new_log, reopened
@@ -81,50 +81,6 @@ def record_types(store: MemoryStore) -> dict[int, str]:
     return {seq: unseal(store.objects[key], key)["type"] for seq, key in enumerate(keys)}
 
 
-def test_snapshots_contain_all_earlier_records() -> None:
-    """SNAPSHOTs are at multiples of SNAPSHOT_EVERY only. A reader that starts at one has the same state as one that
-    read all, and both write the same snapshots."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await new_log(store)
-        await grow(log, mine, 5 * EVERY + 3)
-        kinds = record_types(store)
-        assert [seq for seq, kind in kinds.items() if kind == "SNAPSHOT"] == [EVERY * n for n in range(1, 6)]
-        whole = RunLog(store, whole=True)
-        await whole.open()
-        jumped = await reopened(store)
-        assert not whole.state.damaged and not jumped.state.damaged
-        assert summary(whole.state) == summary(jumped.state) == summary(log.state)
-        assert any(found.needs for found in log.state.commits.values())
-        assert whole.state.lineage() == jumped.state.lineage() and whole.state.last == jumped.state.last
-        await grow(jumped, jumped.state.acquires[-1], 7 * EVERY + 1)
-        await whole.refresh()
-        assert summary(whole.state) == summary(jumped.state) and not whole.state.damaged
-
-    asyncio.run(scenario())
-
-
-def test_long_log_opens_with_few_reads() -> None:
-    """Opening reads the two newest snapshots and later records. A refresh reads only the new records."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await new_log(store)
-        await grow(log, mine, 100 * EVERY + 5)
-        counted = Counted(store.objects)
-        fresh = await reopened(counted)
-        assert len([key for key in counted.reads if key.startswith("log/")]) == 2 + 4
-        await grow(log, log.state.acquires[-1], 100 * EVERY + 7)
-        counted.reads.clear()
-        await fresh.refresh()
-        assert counted.reads == [
-            "list log/", record_key(100 * EVERY + 5), record_key(100 * EVERY + 6), "list log/",
-        ]  # fmt: skip
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize("damage", ["flip", "missing", "other"])
 def test_damaged_snapshot_is_skipped_and_reported(damage: str) -> None:
     """The previous one is used, the damage is reported, and no record of the log is lost."""
@@ -183,35 +139,9 @@ def test_damaged_log_gets_no_snapshot() -> None:
     asyncio.run(scenario())
 
 
-def test_requests_with_lost_replies_are_recorded_once() -> None:
-    """With a store that loses replies, every request is recorded once, whether the lost one succeeded or not."""
-
-    class Lossy(MemoryStore):
-        remote = True
-
-        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
-            self.turn = getattr(self, "turn", 0) + 1
-            if key.startswith("log/") and self.turn % 3 == 0:
-                raise StoreError("no answer", retryable=True)
-            await super().put(key, data, create=create)
-            if key.startswith("log/") and self.turn % 3 == 1:
-                raise StoreError("no answer", retryable=True)
-
-    async def scenario() -> None:
-        store = Lossy()
-        log, mine = await new_log(store)
-        for step in range(20):
-            await log.append(kept(checkpoint(1, step), f"mine{step}"), owner=mine)
-        found = (await reopened(MemoryStore(objects=store.objects))).state
-        assert list(found.kept) == [checkpoint(1, step) for step in range(20)] and not found.damaged
-
-    asyncio.run(scenario())
-
-
 @given(data=st.data())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_impossible_snapshots_raise_corrupt_error(data: st.DataObject) -> None:
-    """Any impossible SNAPSHOT raises CorruptError, and nothing else."""
 
     async def grown() -> dict[str, Any]:
         log, mine = await new_log(MemoryStore())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,8 @@ from typing import Any
 import pytest
 
 import ckpt
-from foreign import warmed
+from foreign import errors_of_versions, run_foreign, warmed
 from parallel import said_by
-from processes import PYTHONPATH, REPO
 
 MAIN = "import titan_on_cpu, titan_toy; titan_toy.main()"
 KILLED, STEPS = 5, 8  # as in titan_toy
@@ -104,7 +101,6 @@ def test_killed_training_continues_exactly(killed: Said, resumed: Said) -> None:
 
 
 def test_folders_have_interval_steps_and_keep_latest_k(steps_kept: dict[str, list[int]]) -> None:
-    """Its folder and further ones have the last two steps of the interval."""
     assert steps_kept == {"ours/checkpoint": [6, 8], "also": [6, 8]}
 
 
@@ -188,11 +184,8 @@ def test_training_starts_from_weights_alone(source: str, begun: Said, resumed: S
 def test_manager_passes_checks_of_torchtitan(python: Path, tmp_path: Path) -> None:
     """Covered: which calls save, an empty folder, an error for a missing step, a run before `initial_load_path`, and no
     effect when disabled."""
-    path = {"PYTHONPATH": PYTHONPATH}
-    script = [python, REPO / "tests/lib/titan_manager.py", tmp_path]
-    ended = subprocess.run(script, env={**os.environ, **path}, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    said = json.loads(ended.stdout.splitlines()[-1])
+    code = "import sys, titan_manager; titan_manager.main(sys.argv[1])"
+    said = json.loads(run_foreign(python, code, tmp_path).splitlines()[-1])
     assert "step 9" in said.pop("step that is not there") and "step 5" in said.pop("step of an empty folder")
     assert said == {
         "found in an empty folder": False,
@@ -208,19 +201,9 @@ def test_manager_passes_checks_of_torchtitan(python: Path, tmp_path: Path) -> No
 
 def test_unsupported_torchtitan_version_fails_at_import(python: Path) -> None:
     """An unsupported version fails at import with the supported range; a missing package, with what to install."""
-    code = """
-import sys, torchtitan
-for torchtitan.__version__ in sys.argv[1:]:
-    try:
-        import ckpt.torchtitan
-    except ImportError as error:
-        print(error)
-"""
     versions = ("0.2.1", "0.4.0", "1.0.0")
-    ended = subprocess.run(
-        [python, "-c", code, *versions], env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True
-    )
-    for version in versions:
-        assert f"supports torchtitan from 0.3 and below 0.4, but {version} is installed" in ended.stdout, ended.stderr
+    errors = errors_of_versions(python, "torchtitan", "torchtitan", *versions)
+    for version, error in zip(versions, errors, strict=True):
+        assert f"supports torchtitan from 0.3 and below 0.4, but {version} is installed" in error
     with pytest.raises(ImportError, match=r"pip install 'everystep\[torchtitan\]'"):
         ckpt.torchtitan  # noqa: B018

@@ -106,29 +106,6 @@ def test_all_ranks_change_interval_at_one_step(ranks: Ranks) -> None:
     assert not any(rank.late for rank in ranks)
 
 
-def test_interval_changes_are_applied_in_order(ranks: Ranks) -> None:
-    ranks[2].orders.start()
-    for number in range(1, 4):
-        ranks.propose(number, 100 * number)
-        assert ranks.agree(number)
-    assert [[told["every"]["memory"] for told in rank.supervisor.told] for rank in ranks] == [[1, 2, 3]] * 3
-
-
-def test_late_rank_finds_differing_steps(ranks: Ranks) -> None:
-    """It finds only steps that one interval saves durably and the other does not. All others stay."""
-    ranks.propose(10, 30)
-    assert eventually(lambda: ranks[1].newest.step >= 0)
-    step, plan = ranks[0].newest.step, ranks[2].intervals.plan
-    for at in range(103, step + 201):
-        plan.decide(at)
-    ranks[2].orders.start()
-    assert ranks.agree(10)
-    expected = [s for s in range(step, step + 201) if (s % 100 == 0) != (s % 30 == 0)]
-    assert [late.step for late in ranks[2].late] == expected and expected
-    assert all(late.has == ({0} if late.step % 100 == 0 else set()) for late in ranks[2].late)
-    assert not ranks[0].late and not ranks[1].late
-
-
 def test_restore_applies_last_change_on_all_ranks(ranks: Ranks) -> None:
     """Rank 2 has not read the order. After the restore it applies from any step on, and is not executed again."""
     ranks.propose(10, 500)
@@ -141,10 +118,3 @@ def test_restore_applies_last_change_on_all_ranks(ranks: Ranks) -> None:
     assert ranks[2].newest == Change(-1, 10, (500,)) and not ranks[2].supervisor.told
     ranks.propose(20, 1000)
     assert ranks.agree(20)
-
-
-def test_single_rank_changes_at_next_step() -> None:
-    """No other rank must be notified."""
-    rank = Rank(World(0, 1))
-    rank.intervals.propose(CadenceNote(asdict(Decision(0, {"memory": 1, URL: 50}))))
-    assert eventually(lambda: rank.newest == Change(101, 1, (50,)))

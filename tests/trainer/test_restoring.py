@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ckpt.core.checkpoint.losses import Skipped
 from ckpt.core.restore.restore import Restored
 from ckpt.core.run import restoring
-from ckpt.core.run.training_run import BackgroundErrors
-from ckpt.errors import FencedError
 from processes import run_script
 
 
@@ -37,14 +33,3 @@ threading.Thread(target=restore).start()
     assert (
         "ClosedError: the interpreter is ending" in said and "RuntimeError" not in said and "never awaited" not in said
     )
-
-
-def test_lost_run_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """However many saves fail, it is logged once, and every call raises it."""
-    errors = BackgroundErrors("raise")
-    for _ in range(3):
-        errors.note(FencedError("process 7 has taken this run over"))
-    assert caplog.messages == ["process 7 has taken this run over"]
-    for _ in range(2):
-        with pytest.raises(FencedError):
-            errors.check_owner()

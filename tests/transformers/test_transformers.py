@@ -38,7 +38,7 @@ from ckpt.transformers.__main__ import command
 from ckpt.transformers.pretrained import adapter_tensors, export_pretrained, is_adapter, trained
 from commands import stopped
 
-pytestmark = pytest.mark.usefixtures("one_thread", "imported")
+pytestmark = pytest.mark.usefixtures("imported")
 SAME = ("digest", "log", "loss", "step", "best")
 TOY = REPO / "tests" / "lib" / "hf_toy.py"
 EXAMPLES = REPO / "examples"
@@ -48,15 +48,6 @@ EXAMPLES = REPO / "examples"
 def imported() -> Iterator[None]:
     with warm("transformers.trainer", "peft"):
         yield
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Use one thread, as in the killed processes: OpenMP's threads starve each other on busy cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
@@ -148,7 +139,6 @@ def test_interrupted_epoch_continues_exactly(run_dir: str, name: str) -> None:
 
 
 def test_finished_run_continues_with_more_epochs(run_dir: str) -> None:
-    """A finished run with more epochs continues as if it had them from the start."""
     setting: dict[str, Any] = {"lr_scheduler_type": "constant", "eval_steps": 4, "logging_steps": 4}
     assert hf_toy.run(run_dir, kill=("stop", hf_toy.EPOCH), **setting) == {}
     assert hf_toy.run(run_dir, epochs=2, **setting)["step"] == 2 * hf_toy.EPOCH
@@ -296,7 +286,6 @@ def test_lora_run_stores_only_adapter(run_dir: str, tmp_path: Path, capsys: pyte
 
 
 PROMPTS: dict[str, dict[str, Any]] = {
-    "PromptTuningConfig": {},
     "PrefixTuningConfig": {"prefix_projection": True, "encoder_hidden_size": 8},
     "PromptEncoderConfig": {
         "encoder_reparameterization_type": "LSTM",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.core.cadence.ledger import Account, SeenFault
+from ckpt.core.cadence.ledger import Account
 from ckpt.core.checkpoint import lease
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place
 from ckpt.core.ipc.heartbeat import Heartbeat
@@ -91,33 +91,6 @@ def test_restore_does_not_count_as_step_time(tmp_path: Path) -> None:
     played(test, tmp_path)
 
 
-def test_new_writer_continues_the_step_count(tmp_path: Path) -> None:
-    """No step counts twice, and known values are kept, also those that arrived since."""
-
-    async def test(books: Books) -> None:
-        books.begin()
-        books.restored(time.monotonic(), 5)
-        for step in range(6, 900):
-            books.beat(step)
-            if step % 100 == 0:
-                books.keeper.look()
-        books.keeper.look()
-        await books.keeper.finish()  # it dies now
-        for step in range(900, 2900):  # more than the ring has room for
-            books.beat(step, saves=step)
-        books.keeper = Bookkeeper(lambda: books.places, lambda message: None)
-        books.begin(again=True)
-        books.keeper.ended("died")  # before the known values were read
-        await asyncio.sleep(0.3)
-        await books.keeper.finish()
-        found = books.stored()
-        assert sum(row.steps for row in found.rows) == 2894 and found.step == 2899 and len(found.restores) == 1
-        assert found.end is not None and found.end.how == "died"
-        assert [row.at for row in found.rows] == sorted(row.at for row in found.rows)
-
-    played(test, tmp_path)
-
-
 def test_unreadable_tier_loses_no_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new writer waits for the old one's ledger, and does not overwrite before it has read it."""
     monkeypatch.setattr(lease, "AGAIN_S", 0.1)
@@ -144,25 +117,6 @@ def test_unreadable_tier_loses_no_ledger(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(books.stored().restores) == 1 and failures
         await asyncio.sleep(0.6)
         assert not failures and len(books.account.restores) == 1 and books.account.rows[0].step == 6
-
-    played(test, tmp_path)
-
-
-def test_late_fault_report_belongs_to_dead_trainer(tmp_path: Path) -> None:
-    """A fault report may be finished when the next trainer has started; faults of unknown processes are dropped."""
-
-    async def test(books: Books) -> None:
-        books.begin()
-        first = books.account
-        books.keeper.ended("died")
-        url, opened = books.places[0].url, books.opened
-        trainer = Introduce(url, 0, 1, 0, opened, opened)
-        books.keeper.begin(trainer, Facts("2.cd", [], {}), os.dup(books.heartbeat.fd), os.getppid())
-        for pid in (os.getpid(), 1):
-            books.keeper.fault(pid, SeenFault(0.0, "death", "died", by="writer"))
-        await books.keeper.finish()
-        assert [seen.kind for seen in first.faults] == ["death"] == [seen.kind for seen in books.stored().faults]
-        assert not books.account.faults
 
     played(test, tmp_path)
 
@@ -217,35 +171,5 @@ def test_newest_ledger_content_is_written_last(tmp_path: Path, monkeypatch: pyte
             books.keeper.keep(now=True)
         await books.keeper.finish()
         assert len(said) == 2 and books.stored().step == 3
-
-    played(test, tmp_path)
-
-
-def test_failed_writes_are_not_charged_to_next(tmp_path: Path) -> None:
-    """Slow steps during a failed write are not charged to the successful one."""
-
-    async def test(books: Books) -> None:
-        books.begin()
-        books.keeper.look_by_hand()
-        url = books.places[0].url
-        for step in range(1, 12):
-            time.sleep(0.005)
-            books.beat(step)
-        for failing in (True, True, True, False):
-            with pytest.raises(StoreError) if failing else books.keeper.saving(url, 7):  # type: ignore[attr-defined]
-                if failing:
-                    with books.keeper.saving(url, 7):
-                        time.sleep(0.05)
-                        books.beat(step := step + 1)
-                        raise StoreError("gone")
-                time.sleep(0.02)
-                books.beat(step := step + 1)
-            time.sleep(0.005)
-            books.beat(step := step + 1)
-            books.keeper.look()
-        saves = books.account.saves[url]
-        assert (saves.count, saves.failed, saves.nbytes) == (1, 3, 7)
-        cost = books.keeper._meter.save_s(url)
-        assert cost is not None and cost < 0.05
 
     played(test, tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.ipc.heartbeat import Process
 from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer
-from ckpt.core.writer.life import NEXT, Life, State
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import FencedError
@@ -84,14 +82,3 @@ def test_write_fails_if_its_slot_is_released_meanwhile(checked: bool, monkeypatc
         return [key for key in store.objects if kind_of(key) == MANIFEST]
 
     assert bool(asyncio.run(main())) == (not checked)
-
-
-def test_writer_states_change_as_in_the_table() -> None:
-    """Transitions outside the table are errors. LEAVING is final."""
-    life: Any = SimpleNamespace(state=State.SERVING)
-    for state in (State.DRAINING, State.LINGERING, State.SERVING, State.FENCED, State.LEAVING):
-        Life._enter(life, state)
-    for state in set(State) - {State.LEAVING}:
-        with pytest.raises(AssertionError, match="leaving ->"):
-            Life._enter(life, state)
-    assert set(NEXT) == set(State)

@@ -22,10 +22,9 @@ from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Background, HeldRun
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
-from ckpt.core.writer.parts import settle
 from ckpt.core.writer.promotion import Throttle, Turns
 from ckpt.core.writer.saver import WriterSaver
-from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
+from ckpt.errors import AccessError, SaveError, SkippedError, StoreError
 from ckpt.store import options_of
 from ckpt_backends.memory import MemoryStore
 from ckpt_backends.retry import Retry
@@ -116,17 +115,6 @@ def scenario(work: Callable[[Writer], Coroutine[Any, Any, None]]) -> Callable[[]
 
 
 @scenario
-async def test_promotion_aborted_by_another_rank_fails(writer: Writer) -> None:
-    """While a step waits for another one, another rank aborts it: an error, and no checkpoint."""
-    async with writer.far.busy:
-        writing = asyncio.create_task(writer.write(10))
-        await asyncio.sleep(0.01)
-        await commits.abort(writer.far.log, writer.owner, writer.checkpoint(10), "rank 1: its disk is full")
-    with pytest.raises(SaveError, match="its disk is full"):
-        await writing
-
-
-@scenario
 async def test_retracted_snapshot_is_not_promoted(writer: Writer) -> None:
     """A torn snapshot is retracted while it waits for the destination tier: it is never promoted."""
     async with writer.far.busy:
@@ -175,52 +163,6 @@ def test_unresponsive_tier_is_not_reported_as_slow(
             await asyncio.gather(*tasks, return_exceptions=True)
 
     left_out()
-
-
-@scenario
-async def test_skip_on_one_rank_is_warning_for_others(writer: Writer) -> None:
-    """The other ranks get a warning that the step was skipped, not a failure. Control: a real failure."""
-    for step, reason, kind in (
-        (10, f"step 10 {commits.LEFT_OUT} s3://far", SkippedError),
-        (20, "disk full", SaveError),
-    ):
-        await commits.abort(writer.far.log, writer.owner, writer.checkpoint(step), f"rank 1: {reason}")
-        own: Any = SimpleNamespace(checkpoint=writer.checkpoint(step), manifest=SimpleNamespace(rank=0, world=2))
-        with pytest.raises(SaveError) as caught:
-            await settle(writer.far.log, lambda: writer.owner, own, writer.far.role, deadline_s=5)
-        assert type(caught.value) is kind
-
-
-@scenario
-async def test_failed_resume_does_not_block_other_promotions(writer: Writer) -> None:
-    """Interrupted promotions are resumed one by one: a damaged one is skipped and aborted for the other ranks."""
-    steps = (30, 20, 10)
-    writer.saver._pending = lambda near, tier: [  # type: ignore[method-assign]
-        Commit(writer.checkpoint(step), 2, ((0, "0" * 64),), "0" * 64) for step in steps
-    ]
-    resumed: list[int] = []
-
-    async def resume_one(tier: OpenTier, near: OpenTier, one: Commit) -> None:
-        resumed.append(one.step)
-        if one.step == 30:
-            raise CorruptError("a flipped bit")
-
-    writer.saver.resume_one = resume_one  # type: ignore[method-assign]
-    await writer.saver.resume()
-    assert resumed == [30, 20, 10]
-    await writer.far.log.refresh()
-    assert writer.far.log.state.aborted == {writer.checkpoint(30)}
-
-
-@scenario
-async def test_each_destination_tier_pins_source_checkpoint(writer: Writer) -> None:
-    """The source tier keeps a checkpoint until the last destination has it."""
-    one = writer.checkpoint(10)
-    writer.near.promoting[one] += 2
-    writer.near.unpin(one)
-    assert one in writer.near.promoting
-    writer.near.unpin(one)
-    assert one not in writer.near.promoting
 
 
 def test_cancelled_turn_does_not_block_next() -> None:

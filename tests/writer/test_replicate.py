@@ -201,7 +201,6 @@ def test_snapshot_overwritten_during_transfer_is_dropped() -> None:
 
 
 def test_connections_without_token_are_closed() -> None:
-    """Without the token nothing is accepted, and other connections are unaffected."""
 
     async def work() -> None:
         taker, sender = replicator(), replicator()

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.core.checkpoint.encode import ENCODED_A_SECOND, LITTLE, Encoder, Learnt
+from ckpt.core.checkpoint.encode import ENCODED_A_SECOND, LITTLE, Encoder
 from ckpt.core.checkpoint.incremental import Policy
 from ckpt.core.writer import promotion
-from ckpt.core.writer.promotion import IdleCores, Throttle, threads, waiting_s
+from ckpt.core.writer.promotion import Throttle, threads, waiting_s
 from ckpt_backends.memory import MemoryStore
 
 MANY = 100 * LITTLE
@@ -104,20 +104,6 @@ def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) 
         assert threads() == expected
 
 
-def test_idle_cores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The count covers the time between two calls. If the clock has not advanced, all cores count as idle."""
-    times = type(promotion.psutil.cpu_times())
-    now = dict.fromkeys(times._fields, 0.0)
-    monkeypatch.setattr(promotion.psutil, "cpu_times", lambda: times(**now))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    idle = IdleCores()
-    assert idle() == 8
-    now["idle"], now["user"] = 3.0, 1.0
-    assert idle() == pytest.approx(6.0)
-    now["user"] = 5.0
-    assert idle() == 0.0
-
-
 # -- whether to compress --
 
 
@@ -141,21 +127,7 @@ def test_auto_compresses_for_slow_stores() -> None:
     assert not encoder()._decide(far, LITTLE - 1), "no time can be saved"
 
 
-def test_auto_keeps_choice_near_threshold() -> None:
-    """With a store about as fast as encoding, the previous choice is kept."""
-    between = encoder(sink=0.85 * ENCODED_A_SECOND)
-    store = MemoryStore("memory://a")
-    assert not between._decide(store, MANY)
-    between.sink = 0.5 * ENCODED_A_SECOND
-    assert between._decide(store, MANY)
-    between.sink = 0.85 * ENCODED_A_SECOND
-    assert between._decide(store, MANY)
-    between.sink = 1.2 * ENCODED_A_SECOND
-    assert not between._decide(store, MANY)
-
-
 def test_auto_does_not_compress_without_idle_cores() -> None:
-    """However slow the store is, without idle cores nothing is compressed."""
     slow, store = encoder(sink=0.3 * ENCODED_A_SECOND, threads=4), MemoryStore("memory://a")
     slow.idle = lambda: 0.1
     assert not slow._decide(store, MANY)
@@ -168,25 +140,3 @@ def test_configured_compression_is_always_used() -> None:
     store = Far("memory://b")
     assert not Encoder(Policy(compression="none"))._decide(store, MANY)
     assert Encoder(Policy(compression="zstd"), sink=1e12)._decide(store, 1)
-
-
-def test_speeds_are_learnt_from_large_writes() -> None:
-    """The first measurement counts fully, later ones gradually. Small amounts do not count."""
-    one = encoder()
-    one.learn(stored=10, upload_s=1.0, plain=10, encode_s=1.0)
-    assert one.sink is None and one.rate == ENCODED_A_SECOND
-    one.learn(stored=100 << 20, upload_s=1.0, plain=100 << 20, encode_s=2.0)
-    assert one.sink == 100 << 20 and one.rate < ENCODED_A_SECOND
-    one.learn(stored=200 << 20, upload_s=1.0, plain=0, encode_s=0.0)
-    assert 100 << 20 < one.sink < 200 << 20
-
-
-def test_delta_is_chosen_if_it_saves_enough() -> None:
-    """Deltas are used if any chunk gains enough, and noise stays raw. A small gain does not change the choice."""
-    assert Learnt().choose([0.8, 0.8], []) == "whole"
-    assert Learnt().choose([1.0, 0.99], []) == "raw"
-    assert Learnt().choose([0.8, 0.8], [0.95, 0.3]) == "delta"
-    assert Learnt().choose([0.8, 0.8], [0.88, 0.9]) == "whole"
-    kept = Learnt(form="delta")
-    assert kept.choose([0.8, 0.8], [0.88, 0.9]) == "delta" and kept.choose([0.8], [0.91]) == "whole"
-    assert Learnt(form="raw").choose([0.96], []) == "raw" and Learnt(form="whole").choose([0.96], []) == "whole"

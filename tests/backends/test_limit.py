@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ckpt.errors import StoreError
 from ckpt.store import Buffer, ObjectInfo, Store
 from ckpt.testing import in_virtual_time, keys
 from ckpt_backends.limit import Limit
@@ -119,10 +118,6 @@ def empty(limit: Limit) -> bool:
     return not gate._queue and gate._inside == 0 and gate._bytes == 0 and gate._alarm is None
 
 
-async def puts(store: Store, number: int, size: int) -> None:
-    await asyncio.gather(*(store.put(f"data/{i}", bytes(size)) for i in range(number)))
-
-
 # -- bytes per second --
 
 
@@ -158,35 +153,6 @@ def test_negative_control_without_the_rate() -> None:
             keeps_the_rate(lambda store, rate=bytes_per_s: Limit(store, bytes_per_s=rate))  # type: ignore[misc]
 
 
-def test_unused_time_is_not_accumulated() -> None:
-    """After an idle hour the rate is unchanged."""
-
-    async def main() -> None:
-        store = Slow(seconds=0.0)
-        limit = Limit(store, bytes_per_s=100.0)
-        await puts(limit, 3, 100)
-        await asyncio.sleep(3600.0)
-        started = now()
-        await puts(limit, 3, 100)
-        assert [at - started for at, _, _ in store.began[3:]] == [0.0, 1.0, 2.0]
-
-    run(main())
-
-
-def test_whole_objects_count_when_received() -> None:
-    """A call after an object of unknown size waits for it."""
-
-    async def main() -> None:
-        store = Slow(seconds=0.0)
-        store.objects["log/0"] = bytes(500)
-        limit = Limit(store, bytes_per_s=100.0)
-        await limit.get("log/0")
-        await limit.put("log/1", b"x")
-        assert now() == 5.0
-
-    run(main())
-
-
 # -- bytes and requests in flight --
 
 
@@ -211,7 +177,6 @@ def keeps_the_bytes(limited: Callable[[Store], Limit], most: int = 1000) -> None
 
 
 def test_bytes_in_flight_are_bounded() -> None:
-    """The bound holds, and most_in_flight is correct."""
     keeps_the_bytes(lambda store: Limit(store, in_flight=1000))
 
 
@@ -250,35 +215,6 @@ def test_concurrent_requests_are_bounded(requests: int) -> None:
         await asyncio.gather(*calls)
         assert store.most_requests == min(requests, 60)
         assert empty(limit)
-
-    run(main())
-
-
-def test_listing_holds_no_slot_between_keys() -> None:
-    """With one request at a time, the code that walks through a listing can still query its objects."""
-
-    async def main() -> None:
-        store = Slow()
-        limit = Limit(store, requests=1)
-        await puts(limit, 3, 1)
-        found = [(info.key, await limit.head(info.key)) async for info in limit.list()]
-        assert len(found) == 3 and empty(limit)
-
-    run(main())
-
-
-# -- order --
-
-
-def test_requests_start_in_order() -> None:
-    """Small requests do not overtake a large one or each other."""
-
-    async def main() -> None:
-        store = Slow()
-        limit = Limit(store, in_flight=1000, requests=2)
-        sizes = [600, 600, 10, 1000, 10, 10, 300, 5000, 1]
-        await asyncio.gather(*(limit.put(f"{i}", bytes(size)) for i, size in enumerate(sizes)))
-        assert [name for _, name, _ in store.began] == [f"{i}" for i in range(len(sizes))]
 
     run(main())
 
@@ -346,83 +282,7 @@ def test_negative_control_parts_in_order_of_arrival() -> None:
         parts_out_of_order(lambda store: InOrderOfArrival(store, requests=2))
 
 
-def test_parts_may_be_written_again() -> None:
-    """A part that is written again does not wait, and waiting parts continue if the upload is aborted."""
-
-    async def main() -> None:
-        store = Slow()
-        limit = Limit(store, requests=1)
-        target = await limit.upload("data/p", size=400)
-        target.part = 100
-        for i in (0, 1, 0, 1, 2, 0):
-            await target.write_at(i * 100, memoryview(bytes(100)))
-        other = await limit.upload("data/q", size=400)
-        other.part = 100
-        waiting = asyncio.ensure_future(other.write_at(300, memoryview(bytes(100))))
-        await asyncio.sleep(100.0)
-        assert not waiting.done()
-        await other.abort()
-        await waiting
-        assert empty(limit)
-
-    run(main())
-
-
 # -- no slot is lost --
-
-
-def test_errors_release_the_slot() -> None:
-    """An error in any call releases its slot."""
-
-    class Broken(Slow):
-        async def request(self, name: str, size: int = 0) -> None:
-            await asyncio.sleep(0.1)
-            raise StoreError("broken")
-
-    async def main() -> None:
-        limit = Limit(Broken(), in_flight=10, requests=1)
-        for _ in range(3):
-            calls: list[Awaitable[object]] = [limit.put("a", b"x" * 9), limit.get("a", start=0, length=9)]
-            calls += [limit.head("a"), limit.delete("a"), limit.upload("a", size=9), keys(limit)]
-            for call in calls:
-                with pytest.raises(StoreError):
-                    await call
-        assert empty(limit)
-
-    run(main())
-
-
-def test_canceled_waiting_request_unblocks_others() -> None:
-    """This also holds if the canceled request was first in line and too large to start."""
-
-    async def main() -> None:
-        store = Slow()
-        limit = Limit(store, in_flight=1000)
-        first = asyncio.ensure_future(limit.put("first", bytes(600)))
-        large = asyncio.ensure_future(limit.put("large", bytes(900)))
-        small = asyncio.ensure_future(limit.put("small", bytes(100)))
-        await asyncio.sleep(0.5)
-        large.cancel()
-        await asyncio.gather(first, small)
-        assert [(at, name) for at, name, _ in store.began] == [(0.0, "first"), (0.5, "small")]
-        assert large.cancelled() and empty(limit)
-
-    run(main())
-
-
-def test_request_canceled_when_admitted_releases_its_slot() -> None:
-    """The slot goes to the next request."""
-
-    async def main() -> None:
-        store = Slow()
-        limit = Limit(store, requests=1)
-        first, second, third = (asyncio.ensure_future(limit.put(f"{i}", b"x")) for i in range(3))
-        first.add_done_callback(lambda _: second.cancel())  # the first is done, but the second does not know yet
-        await asyncio.gather(first, third)
-        assert second.cancelled() and empty(limit)
-        assert [name for _, name, _ in store.began] in (["0", "2"], ["0", "1", "2"])
-
-    run(main())
 
 
 def test_random_calls_and_cancellations_keep_the_bounds() -> None:

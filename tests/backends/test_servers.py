@@ -13,8 +13,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -25,22 +23,17 @@ from servers.misfits import Ftp, Misfit, S3rver, Sftp, ToyGcs, WebDav
 from servers.process import find
 
 import ckpt
+import inside
 import toy
-from ckpt.core.checkpoint import commits as commits
-from ckpt.core.checkpoint import read, retention
-from ckpt.core.checkpoint.read import load_all, verify
-from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
-from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import CheckpointId, new_nonce, owner
-from ckpt.core.log.run_log import Acquire, RunLog
-from ckpt.errors import CorruptError, FencedError, StoreError
+from ckpt.core.checkpoint.commits import create_run
+from ckpt.core.format.manifest import new_format
+from ckpt.errors import NoCheckpointError, StoreError
 from ckpt.store import Store, open_store, options_of, remember_options
 from ckpt.testing import StoreTests, keys
 from ckpt_backends.remote import RemoteStore
 from ckpt_backends.s3 import S3Store
-from processes import PYTHONPATH, eventually, killed, run_script, start_python
-from run_files import DATA, MANIFEST, checkpoint_id, data_key, pattern, select
+from processes import eventually, killed, run_script
+from run_files import DATA, MANIFEST, checkpoint_id, data_key, pattern, select, step_of
 from s3_server import FaultProxy, MotoServer, storage_options
 
 pytestmark = pytest.mark.s3
@@ -160,48 +153,6 @@ class TestGoogle(ByDriver):
 
 # -- one name, one creator --
 
-RACE = """
-import asyncio, json, sys
-from ckpt.errors import ExistsError
-from ckpt.store import open_store, remember_options
-
-async def main(url, options, process):
-    remember_options(url, json.loads(options))
-    store = open_store(url, writable=True)
-    won = []
-
-    async def one(turn, number):
-        try:
-            await store.put(f"log/{turn}.json", b"%d" % number * 200, create=True)
-            won.append([turn, number])
-        except ExistsError:
-            pass
-
-    for turn in range(10):
-        await store.put(f"ready/{turn}/{process}", b"")
-        while len([info async for info in store.list(f"ready/{turn}/")]) < 4:
-            await asyncio.sleep(0.005)
-        await asyncio.gather(*(one(turn, process * 4 + i) for i in range(4)))
-    await store.aclose()
-    print(json.dumps(won))
-
-asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
-"""
-
-
-def test_one_concurrent_creation_wins(rgw: Rgw) -> None:
-    """If 16 tasks in four processes create one name at the same time, exactly one wins each round, and its bytes are
-    stored."""
-    place = new_place(rgw)
-    won = [tuple(each) for result in side_by_side(RACE, place, 4) for each in result]
-    assert sorted(turn for turn, _ in won) == list(range(10))
-
-    async def check(store: Store) -> None:
-        for turn, number in won:
-            assert bytes(await store.get(f"log/{turn}.json")) == b"%d" % number * 200
-
-    using(place, check)
-
 
 def test_negative_control_race_without_conditions(rclone: Rclone) -> None:
     """On a store that ignores conditions, the race above has several winners."""
@@ -221,7 +172,7 @@ def test_store_that_ignores_conditions_is_rejected(rclone: Rclone) -> None:
 
     async def refused(store: Store) -> None:
         with pytest.raises(StoreError, match="an object can be created twice") as caught:
-            await commits.create_run(store)
+            await create_run(store)
         assert store.url in str(caught.value) and not caught.value.retryable
 
     async def fresh(store: Store) -> None:
@@ -231,7 +182,7 @@ def test_store_that_ignores_conditions_is_rejected(rclone: Rclone) -> None:
 
     async def old(store: Store) -> None:
         """Check a run that was copied to the store."""
-        await store.put("FORMAT.json", commits.new_format("0" * 32))
+        await store.put("FORMAT.json", new_format("0" * 32))
         await store.put("log/000000000000.json", b"a record")
         before = {key: bytes(await store.get(key)) for key in await keys(store)}
         await refused(store)
@@ -261,8 +212,8 @@ def test_negative_control_suitable_servers_are_accepted(rgw: Rgw, moto: MotoServ
     for server in (rgw, moto):
 
         async def work(store: Store) -> None:
-            await commits.create_run(store)
-            await commits.create_run(store)
+            await create_run(store)
+            await create_run(store)
 
         using(new_place(server), work)
 
@@ -270,44 +221,16 @@ def test_negative_control_suitable_servers_are_accepted(rgw: Rgw, moto: MotoServ
 # -- a run --
 
 
-SIZES = {"w": 40 * MIB // 4, "m": 9 * MIB // 4 + 77, "step": 1}
-"""Numbers in each tensor: several parts of an upload and an odd rest."""
+LARGE = inside.Contents.of({"w": ("F32", (40 * MIB // 4,)), "m": ("F32", (9 * MIB // 4 + 77,)), "step": ("F32", (1,))})
+"""Several parts of an upload, and an odd rest."""
 
 
-def layout(sizes: dict[str, int] = SIZES) -> Layout:
-    tensors = tuple(TensorSpec(name, "F32", (count,)) for name, count in sizes.items())
-    return Layout(tensors, {}, [{"path": [], "kind": "x", "facts": {}, "names": list(sizes)}])
+def content(of: inside.Contents, step: int) -> bytes:
+    return random.Random(step).randbytes(of.size)
 
 
-def content(of: Layout, step: int) -> bytes:
-    return random.Random(step).randbytes(of.arrangement.data_size)
-
-
-async def opened_run(store: Store) -> tuple[RunLog, Acquire]:
-    await commits.create_run(store)
-    log = RunLog(store)
-    await log.open()
-    return log, await commits.acquire(log, new_nonce())
-
-
-async def save(log: RunLog, mine: Acquire, step: int, of: Layout) -> WrittenManifest:
-    snapshot = RankSnapshot(CheckpointId(mine.term, step, mine.nonce), of, memoryview(content(of, step)), [None])
-    written = await write_part(log.store, snapshot)
-    await commits.commit(log, mine, [written])
-    return written
-
-
-async def restored(store: Store, log: RunLog, step: int) -> bytes:
-    manifest = await load_all(store, read.choose(log, step))
-    table, file = manifest.table, manifest.parts[0].files[0]
-    found = bytearray(manifest.layout().arrangement.data_size)
-
-    def sink(blob: int, data: memoryview) -> None:
-        at = int(table.offset[blob]) - file.header_size
-        found[at : at + len(data)] = data
-
-    await read.fetch(store, table, read.plan_reads(table, range(len(table.length))), sink)
-    return bytes(found)
+async def save(job: inside.Job, step: int, of: inside.Contents) -> None:
+    await job.save(step, of, content(of, step), [None])
 
 
 DIE = """
@@ -330,30 +253,24 @@ asyncio.run(main(sys.argv[1], sys.argv[2]))
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_run_is_saved_restored_and_retired(rgw: Rgw, engine: str) -> None:
-    """Write, commit, read back by another process and retire. The upload of a killed process is dropped, and only the
+    """Write, commit, read back by another job and retire. The upload of a killed process is dropped, and only the
     files that the checkpoints need remain."""
-    place, of = new_place(rgw, engine), layout()
+    place = new_place(rgw, engine)
 
     async def train(store: Store) -> None:
-        log, mine = await opened_run(store)
+        job = await inside.Job.open(store)
         for step in (10, 20, 30, 40):
-            await save(log, mine, step, of)
+            await save(job, step, LARGE)
 
     async def come_back(store: Store) -> None:
-        log = await read.open_run(place, store)
-        assert [commit.step for commit in log.state.lineage()] == [40, 30, 20, 10]
-        for step in (40, 20):
-            assert await restored(store, log, step) == content(of, step)
-            assert await verify(store, read.choose(log, step)) == []
+        assert await inside.checked_steps(store) == [10, 20, 30, 40]
+        found = await inside.read_back(store)
+        assert (found.step, found.data) == (40, content(LARGE, 40))
 
     async def tidy(store: Store) -> None:
-        log, mine = await opened_run(store)
-        newest = read.choose(log).attempt
-        gone = await retention.retire(log, mine, Keep(last=2), [newest])
-        assert sorted(attempt.step for attempt in gone) == [10, 20]
-        held = {owner(key) for key in await keys(store) if not key.startswith("log/") and key != "FORMAT.json"}
-        assert {attempt.step for attempt in held if attempt is not None} == {30, 40}
-        assert await restored(store, log, 30) == content(of, 30)
+        assert await (await inside.Job.open(store)).clean_up(last=2) == [10, 20]
+        assert {step_of(key) for key in select(await keys(store))} == {30, 40}
+        assert (await inside.read_back(store)).data == content(LARGE, 40)
 
     async def sweep(store: Store) -> None:
         assert await store.drop_uploads(lambda key: True) == 0
@@ -371,64 +288,42 @@ def test_run_is_saved_restored_and_retired(rgw: Rgw, engine: str) -> None:
 
 def test_negative_control_changed_byte_is_detected(rgw: Rgw) -> None:
     """If one bit of a data file changes in the bucket, a restore fails and names the file."""
-    place, of = new_place(rgw), layout({"w": 3 * MIB})
 
     async def work(store: Store) -> None:
-        log, mine = await opened_run(store)
-        file = (await save(log, mine, 1, of)).part.files[0]
-        assert await restored(store, log, 1) == content(of, 1)
-        data = bytearray(await store.get(file.key))
+        await save(await inside.Job.open(store), 1, LARGE)
+        (key,) = select(await keys(store), DATA)
+        data = bytearray(await store.get(key))
         data[-5] ^= 1
-        await store.put(file.key, data)
-        with pytest.raises(CorruptError, match=file.key):
-            await restored(store, log, 1)
-        assert await verify(store, read.choose(log)) != []
+        await store.put(key, data)
+        with pytest.raises(NoCheckpointError, match=key):
+            await inside.read_back(store)
+        assert await inside.problems_in(store, 1) != []
 
-    using(place, work)
-
-
-def test_older_owner_of_a_run_is_fenced(rgw: Rgw) -> None:
-    """The log fences the older owner on a real server too: it can write but not commit."""
-    place, of = new_place(rgw), layout({"w": 1000})
-
-    async def work(store: Store) -> None:
-        log, old = await opened_run(store)
-        await save(log, old, 1, of)
-        other, new = await opened_run(store)
-        assert new.term > old.term
-        with pytest.raises(FencedError):
-            await save(log, old, 2, of)
-        await save(other, new, 2, of)
-        await other.refresh()
-        assert [commit.attempt.term for commit in other.state.commits.values()] == [old.term, new.term]
-
-    using(place, work)
+    using(new_place(rgw), work)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_run_survives_network_faults(rgw: Rgw, engine: str) -> None:
     """After 503 responses, resets and lost replies, the run is still complete, with each commit once."""
-    of = layout({"w": 40 * MIB // 4})
     with FaultProxy(rgw.url) as proxy:
-        place = new_place(rgw, engine, url=proxy.url)
 
         async def work(store: Store) -> None:
-            log, mine = await opened_run(store)
+            job = await inside.Job.open(store)
             proxy.fail("status", method="PUT", match=pattern(DATA), skip=1, count=1)
             proxy.fail("reset", method="PUT", match=pattern(DATA), skip=1, count=1)
             proxy.fail("lost_reply", method="PUT", match="log/", count=1)
             proxy.fail("lost_reply", method="PUT", match=pattern(MANIFEST), count=1)
-            await save(log, mine, 1, of)
+            await save(job, 1, LARGE)
             assert {kind for _, _, kind in proxy.hits()} == {"status", "reset", "lost_reply"}
-            assert len(log.state.commits) == 1
+            assert job.steps == [1]
             proxy.fail("truncate", method="GET", match=pattern(DATA), count=1, after=1000)
             proxy.fail("status", method="GET", match=pattern(DATA), count=1)
-            assert await restored(store, log, 1) == content(of, 1)
+            assert (await inside.read_back(store)).data == content(LARGE, 1)
 
-        using(place, work)
+        using(new_place(rgw, engine, url=proxy.url), work)
 
 
-@pytest.mark.parametrize("engine", ["obstore", "s3fs"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_training_restores_from_the_bucket_alone(rgw: Rgw, engine: str, tmp_path: Path) -> None:
     """A run is saved to a folder and a bucket, and the folder is deleted. The URL alone is enough to restore every bit
     of the newest step. Older steps are retired, and no upload is unfinished."""
@@ -450,12 +345,7 @@ def test_training_restores_from_the_bucket_alone(rgw: Rgw, engine: str, tmp_path
         assert cp.last_restore is not None and cp.last_restore.tier == place
         assert toy.digest(again) == expected
     assert unfinished(rgw, place) == 0
-    assert len(select(read.run(keys_of(place, "")), DATA)) <= 3
-
-
-async def keys_of(place: str, prefix: str) -> list[str]:
-    async with read.opened(place) as store:
-        return await keys(store, prefix)
+    assert len(select(inside.file_names(place), DATA)) <= 3
 
 
 @pytest.mark.parametrize("cloud", ["azure", "google"])
@@ -480,15 +370,9 @@ def test_training_restores_from_other_clouds(cloud: str, request: pytest.Fixture
         assert cp.last_restore is not None and cp.last_restore.tier == place
     assert toy.digest(state) == expected
 
-    async def check(store: Store) -> None:
-        log = await read.open_run(place, store)
-        assert [commit.step for commit in log.state.lineage()][:2] == [12, 10]
-        assert len(log.state.commits) < 6
-        for commit in log.state.lineage():
-            assert await verify(store, commit) == []
-        assert not [key for key in await keys(store) if key.startswith("doctor-")]
-
-    using(place, check)
+    assert inside.steps_at(place)[:2] == [12, 10] and len(inside.history(place)) < 6
+    assert inside.problems_at(place) == []
+    assert not [key for key in inside.file_names(place) if key.startswith("doctor-")]
 
 
 # -- the servers themselves --
@@ -540,24 +424,3 @@ def unfinished(server: Server, place: str) -> int:
     """Return the number of unfinished uploads, as the server reports it."""
     bucket = place.removeprefix("s3://").partition("/")[0]
     return len(server.client.list_multipart_uploads(Bucket=bucket).get("Uploads", ()))
-
-
-def side_by_side(code: str, place: str, count: int) -> list[list[list[int]]]:
-    """Run the code in several processes. Return what each prints, as JSON."""
-    path = PYTHONPATH
-    options = json.dumps(options_of(place))
-    processes = [
-        start_python(
-            [sys.executable, "-c", code, place, options, str(number)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads(text) for text in outputs]

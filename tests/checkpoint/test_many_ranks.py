@@ -1,4 +1,4 @@
-"""A run of 256 ranks with real bytes: a reader reads only the small files of the ranks that have the wanted data, each
+"""A run of 72 ranks with real bytes: a reader reads only the small files of the ranks that have the wanted data, each
 one once."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -31,13 +30,7 @@ from ckpt.core.checkpoint import manifests as manifests_of
 from ckpt.core.checkpoint import read, write
 from ckpt.core.format.boxes import Seat
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import (
-    CheckpointId,
-    DataFile,
-    Manifest,
-    data_key,
-    metadata_of,
-)
+from ckpt.core.format.manifest import CheckpointId, DataFile, Manifest, data_key, metadata_of
 from ckpt.core.format.table import Table
 from ckpt.core.log.run_log import RunLog
 from ckpt.core.state.capture import Capture
@@ -50,7 +43,7 @@ from trees import tree
 
 assert call  # a fixture
 
-WORLD = scale.World(stages=4, tensor=2, fsdp=32, layers=4, width=64)
+WORLD = scale.World(stages=4, tensor=2, fsdp=9, layers=4, width=64)
 CHANGED = "model.layers.2.attention_norm.weight"
 STEPS = (1000, 2000)
 
@@ -79,7 +72,7 @@ def write_rank(root: Path, checkpoint: CheckpointId, rank: int, like: Any) -> No
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run with two checkpoints of 256 ranks."""
+    """Return a run with two checkpoints of 72 ranks."""
     root = tmp_path_factory.mktemp("many") / "run"
     checkpoints = [CheckpointId(1, step, "0badcafe") for step in STEPS]
     for first in range(0, WORLD.size, WORLD.per_stage):
@@ -147,7 +140,7 @@ def holders(root: Path, name: str, step: int) -> list[str]:
 
 
 def test_committer_reads_sizes_from_one_listing(run: Path, reads: Reads) -> None:
-    """One listing gives the sizes of the data files of 256 ranks. Negative control: a few are queried one by one."""
+    """One listing gives the sizes of the data files of 72 ranks. Negative control: a few are queried one by one."""
 
     async def check(ranks: int) -> None:
         async with read.opened(run.as_uri()) as store:
@@ -205,24 +198,6 @@ def test_load_of_a_tensor_reads_only_its_tables(run: Path, reads: Reads) -> None
     assert manifests(reads) == holders(run, CHANGED, STEPS[1])
 
 
-def test_commands_keep_few_tables_in_memory(run: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
-    """Commands that read every rank's table keep only a few in memory. Negative control: merging them keeps all."""
-    made, there, most = Table.__post_init__, list[weakref.ref[Table]](), [0]
-
-    def counted(self: Table) -> None:
-        made(self)
-        there[:] = [one for one in there if one() is not None] + [weakref.ref(self)]
-        most[0] = max(most[0], len(there))
-
-    monkeypatch.setattr(Table, "__post_init__", counted)
-    for command in (["show", "--all"], ["verify"], ["verify", "--no-data"], ["repair"]):
-        most[0] = 0
-        assert call(command[0], run, *command[1:]).code == 0
-        assert 0 < most[0] <= 2 * manifests_of.MANY + 2, command
-    asyncio.run(manifest_of(run))
-    assert most[0] >= WORLD.size
-
-
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
     """Return a copy that may be damaged."""
@@ -239,53 +214,19 @@ def hurt(run: Path, rank: int, step: int) -> None:
     flip(file, file.stat().st_size - 3)
 
 
-def test_verify_names_damage_of_any_rank(copy: Path, call: Any) -> None:
-    """Ranks near both ends are damaged, a manifest between them is missing, and a header is damaged."""
-    assert call("verify", copy).code == 0
-    for rank in (3, 250):
-        hurt(copy, rank, STEPS[1])
-    (gone,) = run_files.manifests(copy, STEPS[1], rank=100)
-    gone.unlink()
-    flip(file_of(copy, 200, STEPS[1]), 30)
-    (found,) = call("verify", copy, "--json").json["checkpoints"]
-    text = "\n".join(found["problems"])
-    assert found["verdict"] == "damaged" and len(found["problems"]) == 4
-    names = [run_files.data_key(run_files.checkpoint_id(STEPS[1]), rank) for rank in (3, 200, 250)]
-    assert gone.name in text and all(name in text for name in names)
-
-
 def test_repair_rereads_only_damaged_ranks(copy: Path, run: Path, reads: Reads, call: Any) -> None:
     """With an intact copy, only the damaged rank's manifest is read twice, and the run is restored. Without one, the
     other step has the same bytes."""
     before = tree(copy)
     for source in (["--from", run], []):
-        hurt(copy, 200, STEPS[1])
+        hurt(copy, 60, STEPS[1])
         reads.clear()
         assert call("repair", copy, *source, "--yes").code == 0
         again = [key for key, n in reads.items() if n > 1 and run_files.kind_of(key) in SMALL]
-        own = [run_files.manifest_key(run_files.checkpoint_id(STEPS[1]), 200)]
+        own = [run_files.manifest_key(run_files.checkpoint_id(STEPS[1]), 60)]
         assert tree(copy) == before
         if source:
             assert sorted(again) == own
-
-
-def test_repair_rebuilds_lost_indexes(copy: Path, call: Any) -> None:
-    """The index is rebuilt from all manifests."""
-    before = tree(copy)
-    for index in run_files.indexes(copy):
-        index.unlink()
-    assert call("repair", copy, "--yes").code == 0 and tree(copy) == before
-
-
-def test_restore_finds_lost_bytes_in_few_reads(copy: Path, reads: Reads) -> None:
-    """The bytes come from the other step. Ranks with parts of the tensor are read first, and few others."""
-    name = next(s.name for s in reversed(table_of(copy, 200, STEPS[1]).shards) if s.name != CHANGED)
-    clean = ckpt.load(copy)[name]
-    hurt(copy, 200, STEPS[1])
-    reads.clear()
-    assert torch.equal(ckpt.load(copy)[name], clean)
-    there = [key for key in manifests(reads) if run_files.step_of(key) == STEPS[0]]
-    assert there and len(there) < WORLD.size
 
 
 def table_of(run: Path, rank: int, step: int) -> Table:
@@ -303,9 +244,6 @@ def test_export_to_fewer_ranks_keeps_all_tensors(run: Path, reads: Reads, call: 
     assert len(set(manifests(reads))) == WORLD.size and not read_again
     found = call("diff", run, tmp_path / "two", "--json").json
     assert not (found["tensors"] or found["changed"] or found["only_in_a"] or found["only_in_b"])
-
-
-OTHER = "model.layers.0.ffn_norm.weight"
 
 
 def whole(run: Path, name: str) -> bytes:

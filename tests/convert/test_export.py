@@ -141,7 +141,7 @@ def test_export_casts_and_selects_tensors(made: Path, tmp_path: Path, call: Any)
 # -- runs with another number of ranks --
 
 
-@pytest.mark.parametrize("world", [1, 3, 64])
+@pytest.mark.parametrize("world", [1, 64])
 def test_export_to_run_with_other_world_size(made: Path, tmp_path: Path, call: Any, world: int) -> None:
     """The run is bit-exact, including plain values. Each rank's file has a part, and a training resumes from it."""
     assert call("export", made, "--to", tmp_path / "new", "--world-size", world).code == 0
@@ -160,19 +160,6 @@ def test_export_to_run_with_other_world_size(made: Path, tmp_path: Path, call: A
     assert state["meta"] == {"seen": (1, [2.5, None])}
     assert torch.equal(
         state["optim"].state[state["model"].narrow]["exp_avg"], whole["optim.state.model.narrow.exp_avg"]
-    )
-
-
-def test_selected_and_cast_tensors_become_a_run(made: Path, tmp_path: Path, call: Any) -> None:
-    """The model alone, in bf16, is a run to fine-tune from."""
-    args = ["--format", "run", "--only", "model.*", "--dtype", "bf16"]
-    assert call("export", made, "--to", tmp_path / "new", *args).code == 0
-    model = Model().bfloat16()
-    with ckpt.Checkpointer({"model": model}, str(tmp_path / "new")) as cp:
-        assert cp.restore() == 2
-    expected = ckpt.load(made)["model.embed.weight"].bfloat16()
-    assert torch.equal(model.embed.weight, expected) and torch.equal(
-        model.narrow, ckpt.load(made)["model.narrow"].bfloat16()
     )
 
 
@@ -195,7 +182,7 @@ ARGUMENTS = {
 }
 WINDOWS = tuple(f"export.window:kill:{n}" for n in (1, 2, 4))  # the first records nothing, nor the second of a run
 FAILS = {
-    "safetensors": (*WINDOWS, "export.whole:kill"),
+    "safetensors": (WINDOWS[2], "export.whole:kill"),
     "run": (WINDOWS[2], "export.whole:kill", "log.linked:kill", "manifest.stored:kill"),
     "torch": (WINDOWS[1], "export.whole:kill"),
     "dcp": (WINDOWS[1], "export.whole:kill"),
@@ -344,66 +331,49 @@ def small_disk(folder: Path, mib: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_too_small_disk_is_rejected_first(made: Path, tmp_path: Path, call: Any) -> None:
-    """The error comes before any write, with the required and the free space. Nothing is left, and a retry works."""
-    with small_disk(tmp_path / "disk", 4) as disk:
-        found = call("export", made, "--to", disk / "out")
-        assert found.code == 2 and "needs 5 MiB" in found.err and "are free" in found.err
-        assert left_in(disk) == []
-        subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
-        assert call("export", made, "--to", disk / "out").code == 0
+def fill(disk: Path) -> None:
+    """Write to `filler` until the disk is full."""
+    with contextlib.suppress(OSError), open(disk / "filler", "wb") as file:
+        while True:
+            file.write(b"x" * 4096)
+            file.flush()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 @pytest.mark.parametrize("name", ["out.pt", "out"])
-def test_too_small_disk_is_rejected_for_torch_formats(made: Path, tmp_path: Path, call: Any, name: str) -> None:
-    """torch formats need twice the space: this is checked first. If space runs out later, the error is ours and the
-    next call resumes."""
-    args = ["restore", made, "--to", tmp_path / "disk" / name, "--format", "torch" if name == "out.pt" else "dcp"]
-    with small_disk(tmp_path / "disk", 12) as disk:
+def test_export_to_full_disk_is_rejected_or_resumes(
+    made: Path, tmp_path: Path, call: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too little space is an error before any write. If space runs out later, all written data stays and is used when
+    there is space again."""
+    args = ["export", made, "--to", tmp_path / "disk" / name, "--format", "torch" if name == "out.pt" else "run"]
+    with small_disk(tmp_path / "disk", 4) as disk:
         found = call(*args)
         assert found.code == 2 and "are free" in found.err and left_in(disk) == []
         subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
-        real = partial.Workshop.note
+        note, finish = partial.Workshop.note, to_run._finish
 
         def filled(self: partial.Workshop, done: Any) -> None:
-            real(self, done)
-            with contextlib.suppress(OSError), open(disk / "filler", "wb") as file:
-                while True:
-                    file.write(b"x" * 4096)
-                    file.flush()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(partial.Workshop, "note", filled)
-            found = call(*args)
-        assert found.code == 2 and not (disk / name).exists() and "Traceback" not in found.err
-        assert "continue from there" in found.err
-        (disk / "filler").unlink()
-        again = call(*args, "--json")
-        assert again.json["done"]["resumed"] > 5 * MIB and call("import", disk / name, tmp_path / "run").code == 0
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_export_resumes_after_disk_was_full(made: Path, tmp_path: Path, call: Any) -> None:
-    """All written data stays and is used when there is space again."""
-    with small_disk(tmp_path / "disk", 40) as disk:
-        real, fill = to_run._finish, disk / "filler"
+            note(self, done)
+            fill(disk)
 
         async def fuller(*arguments: Any) -> None:
-            with contextlib.suppress(OSError), open(fill, "wb") as file:
-                while True:
-                    file.write(b"x" * 4096)
-                    file.flush()
-            await real(*arguments)
+            fill(disk)
+            await finish(*arguments)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(to_run, "_finish", fuller)
-            found = call("export", made, "--to", disk / "out", "--format", "run")
-        assert found.code == 2 and not (disk / "out").exists() and "Traceback" not in found.err
-        fill.unlink()
-        again = call("export", made, "--to", disk / "out", "--format", "run", "--json")
-        assert again.json["done"]["resumed"] > 5 * MIB and call("diff", made, disk / "out").code == 0
+        with monkeypatch.context() as patch:
+            if name == "out.pt":
+                patch.setattr(partial.Workshop, "note", filled)
+            else:
+                patch.setattr(to_run, "_finish", fuller)
+            found = call(*args)
+        assert found.code == 2 and not (disk / name).exists() and "Traceback" not in found.err
+        (disk / "filler").unlink()
+        assert call(*args, "--json").json["done"]["resumed"] > 5 * MIB
+        if name == "out.pt":
+            assert call("import", disk / name, tmp_path / "run").code == 0
+        else:
+            assert call("diff", made, disk / name).code == 0
 
 
 # -- sources --
@@ -573,7 +543,7 @@ def output_of(origin: MemoryOrigin, draw: random.Random) -> tuple[Output, dict[s
     return Output("test", tuple(files), lambda folder, sums: None, side_by_side=draw.random() < 0.5), expected
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_any_plan_works_with_any_window(tmp_path: Path, seed: int) -> None:
     """For any files and window sizes, the bytes and checksums are correct."""
     from ckpt.core.format.digest import chunk_digest

@@ -37,7 +37,7 @@ from ckpt.core.state.capture import Capture
 from ckpt.core.state.filler import Filler
 from ckpt.errors import CheckpointError, CorruptError, FormatError, UsageError
 from ckpt.tools.convert import parse_dcp, parse_safetensors, parse_torch
-from ckpt.tools.convert.source import DESCRIPTION, OriginEntry, RankView, Want, describe
+from ckpt.tools.convert.source import Want
 from ckpt.tools.convert.source_files import FilesOrigin, Foreign, admit
 from parallel import free_port, launch
 from processes import run_script
@@ -304,8 +304,7 @@ KINDS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
 }
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "named"), [("adamw", True), ("momentum", False), ("adagrad", False)])
 def test_training_state_restores_into_live_objects(tmp_path: Path, kind: str, named: bool) -> None:
     """A torch.save of state_dicts restores into live objects, and training continues bit-exact.
 
@@ -380,46 +379,20 @@ def test_containers_of_states_are_searched(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_description_in_a_file_is_used(tmp_path: Path) -> None:
-    """With a description in the file nothing is inferred. A description that does not fit is rejected."""
-    entry = OriginEntry(("a", 0), "stateful", {"x": 1}, ("q", "r"), {"$": "tensor", "name": "q"})
-    text = describe(RankView((entry,), {"q": "q"}, {"r": "q"}), {"q": ("deep", "list", 1)})
-    path = tmp_path / "x.pt"
-    state = {"deep": {"list": [1, torch.arange(3)]}, DESCRIPTION: text}
-    torch.save(state, path)
-    foreign = parse_torch.parse(path)
-    assert foreign.entries == (entry,) and foreign.aliases == {"r": "q"}
-    assert same(tensors_of(foreign)["q"], torch.arange(3))
-    dcp.save(state, checkpoint_id=tmp_path / "dcp")
-    foreign = parse_dcp.parse(tmp_path / "dcp")
-    assert foreign.entries == (entry,) and same(tensors_of(foreign)["q"], torch.arange(3))
-    by_name = describe(RankView((entry,), {"q": "q"}, {"r": "q"}), {"q": ("deep.list.1",)})
-    dcp.save({**state, DESCRIPTION: by_name}, checkpoint_id=tmp_path / "dcp2")
-    assert same(tensors_of(parse_dcp.parse(tmp_path / "dcp2"))["q"], torch.arange(3))
-    for places in ({}, {"q": ("deep", "list", 0)}, {"q": ("deep", "list", 9)}, {"q": ("none",)}):
-        torch.save({**state, DESCRIPTION: describe(RankView((entry,), {"q": "q"}, {"r": "q"}), places)}, path)
-        with pytest.raises(CorruptError, match=DESCRIPTION):
-            parse_torch.parse(path)
-
-
 class Mine:
     """A user-defined class."""
 
 
 def refused_values() -> dict[str, tuple[Any, str]]:
-    expanded, base = torch.zeros(1).expand(5), torch.zeros(4)
+    expanded = torch.zeros(1).expand(5)
     with warnings.catch_warnings(action="ignore"):
         quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
     return {
-        "set": ({Mine()}, r"a\.b .an object of .*\.Mine"),
         "object": (Mine(), r"a\.b .an object of .*\.Mine"),
-        "class": (Mine, r"a\.b .the class .*\.Mine"),
         "namespace": (__import__("argparse").Namespace(x=1), r"a\.b .an object of argparse\.Namespace.*--skip-o"),
         "sparse": (torch.eye(3).to_sparse(), r"a\.b.*to_dense"),
         "quantized": (quantized, "quantized"),
-        "meta": (torch.empty(2, device="meta"), r"a\.b.*meta"),
         "expanded": (expanded, r"a\.b.*contiguous"),
-        "windows": (base.as_strided((3, 2), (1, 1)), r"a\.b.*contiguous"),
         "conjugate": (torch.ones(2, dtype=torch.complex64).conj(), r"a\.b.*resolve_conj"),
         "storage": (torch.ones(2).untyped_storage(), r"a\.b.*storage"),
         "objects": (np.array([None]), r"a\.b.*objects or fields"),
@@ -462,11 +435,11 @@ def test_objects_are_skipped_or_not_selected(tmp_path: Path) -> None:
 class Armed:
     """Creates a file if it is really unpickled."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, run: Callable[[str], Any] = subprocess.getoutput) -> None:
+        self.path, self.run = path, run
 
     def __reduce__(self) -> Any:
-        return subprocess.getoutput, (f"touch {self.path}",)
+        return self.run, (f"touch {self.path}",)
 
 
 def test_code_of_an_object_is_not_run(tmp_path: Path) -> None:
@@ -586,7 +559,7 @@ def test_offsets_beyond_four_gigabytes_are_correct(tmp_path: Path) -> None:
     assert same(found["w"], torch.arange(4.0)) and found["large"][-1] == 7 and found["large"][-2] == 0
 
 
-@pytest.mark.parametrize("change", [b"1234", b"", b"0" * 64])
+@pytest.mark.parametrize("change", [b"1234", b"0" * 64])
 def test_storage_of_wrong_size_is_damage(tmp_path: Path, change: bytes) -> None:
     """A storage with fewer or more bytes than the pickle declares is damage, even if the tensor fits."""
     path = tmp_path / "x.pt"
@@ -624,11 +597,9 @@ def state_dicts(state: dict[str, Any], flat: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["lists", "flat"])
-@pytest.mark.parametrize("kind", ["adamw", "momentum"])
-def test_distributed_checkpoint_restores_into_live_objects(tmp_path: Path, kind: str, flat: bool) -> None:
+def test_distributed_checkpoint_restores_into_live_objects(tmp_path: Path, flat: bool) -> None:
     """torch's own dcp.save writes both optimizer formats. Training continues with equal bits."""
-    make, options = KINDS[kind]
-    source, fresh = trained(make, **options), trained(make, 1, **options)
+    source, fresh = trained(torch.optim.AdamW), trained(torch.optim.AdamW, 1)
     dcp.save(state_dicts(source, flat), checkpoint_id=tmp_path / "step-3")
     assert parse_dcp.sniff(tmp_path / "step-3") and not parse_safetensors.sniff(tmp_path / "step-3")
     foreign = parse_dcp.parse(tmp_path / "step-3")
@@ -771,19 +742,13 @@ def _all_places(**fields: Any) -> Callable[[Any], None]:
 
 FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "above": (_all_places(relative_path="../x.distcp"), "outside"),
-    "absolute": (_all_places(relative_path="/etc/passwd"), "outside"),
     "missing": (_all_places(relative_path="none.distcp"), "missing"),
-    "folder": (_all_places(relative_path="."), "missing"),
-    "compressed": (_all_places(transform_descriptors=("zstd",)), "zstd"),
     "behind": (_all_places(offset=2**50), "truncated"),
-    "negative": (_all_places(offset=-1), "impossible"),
     "short": (_all_places(length=40), "damaged|truncated"),
     "box": (_first_chunk(sizes=(2, 3)), "of shape"),
-    "offset": (_first_chunk(offsets=(1, 0)), "has no location for"),
     "no place": (lambda m: m.storage_data.clear(), "has no location for"),
     "no state": (lambda m: setattr(m, "state_dict_metadata", None), "not written by torch"),
     "huge list": (lambda m: m.planner_data.update(w=("a", 2**60)), "impossibly long lists"),
-    "the same path": (lambda m: m.planner_data.update(w=("e",)), "the same path"),
     "size": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size((9, 4))), "missing"),
     "dtype": (lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.quint8), "quint8"),
 }
@@ -852,19 +817,9 @@ BAD_HEADERS: dict[str, tuple[bytes, type[CheckpointError], str]] = {
     "huge": (header({"a": one()}, b"0" * 8, 2**60), CorruptError, "not a safetensors file"),
     "longer than the file": (header({"a": one()}, b"", 90_000_000), CorruptError, "header"),
     "dtype": (header({"a": one("F7")}, b"0" * 8), CorruptError, "unknown variant `F7`"),
-    "dtype no text": (header({"a": one(["F32"])}, b"0" * 8), CorruptError, "header"),
-    "overlap": (header({"a": one(), "b": one(at=(4, 12))}, b"0" * 12), CorruptError, "offset"),
-    "hole": (header({"a": one(), "b": one(at=(9, 17))}, b"0" * 17), CorruptError, "offset"),
     "more behind": (header({"a": one()}, b"0" * 9), CorruptError, "not fully covered"),
-    "cut": (header({"a": one()}, b"0" * 7), CorruptError, "not fully covered"),
     "other bytes": (header({"a": one(shape=(3,))}, b"0" * 8), CorruptError, "damaged"),
-    "negative": (header({"a": one(shape=(-2,))}, b"0" * 8), CorruptError, "damaged"),
-    "bools": (header({"a": one("U8", (True,), (0, 1))}, b"0"), CorruptError, "damaged"),
-    "huge shape": (header({"a": one(shape=(2**61, 2**61))}, b"0" * 8), CorruptError, "damaged"),
-    "backwards": (header({"a": one(at=(8, 0))}, b"0" * 8), CorruptError, "damaged"),
-    "no json": (header(b"{nonsense"), CorruptError, "damaged"),
     "deep": (header(b'{"a":' + b"[" * 90000), CorruptError, "damaged"),
-    "list": (header(b"[]"), CorruptError, "damaged"),
     "metadata": (header({"__metadata__": {"a": 1}}), CorruptError, "damaged"),
     "sharding": (header({"__metadata__": {"DCP_SHARDING_INFO": "[1]"}}), CorruptError, "damaged"),
     "empty": (b"", CorruptError, "not a safetensors file"),
@@ -947,13 +902,13 @@ def checkpoint(kind: str, path: Path) -> str:
 
 @pytest.mark.parametrize("kind", PARSERS)
 def test_truncated_files_raise_our_errors(tmp_path: Path, kind: str) -> None:
-    """Each file is truncated at 50 positions: the read raises our error and never returns an incomplete tensor."""
+    """Each file is truncated at 20 positions: the read raises our error and never returns an incomplete tensor."""
     path, files = made(kind, tmp_path)
     assert checkpoint(kind, path) == "read", "negative control"
     for file in files:
         data = file.read_bytes()
-        for i in range(50):
-            file.write_bytes(data[: len(data) * i // 50])
+        for i in range(20):
+            file.write_bytes(data[: len(data) * i // 20])
             assert checkpoint(kind, path) in ("CorruptError", "FormatError"), (file.name, i)
         file.write_bytes(data)
 
@@ -983,7 +938,7 @@ def test_flipped_bytes_raise_our_errors_or_read(tmp_path_factory: pytest.TempPat
 
 
 def test_changed_pickle_bytes_raise_our_errors(tmp_path: Path) -> None:
-    """Each byte of data.pkl is changed in several ways inside an intact archive."""
+    """Every fourth byte of data.pkl is changed in several ways inside an intact archive."""
     path = tmp_path / "x.pt"
     torch.save({"model": {"w": torch.randn(3, 4)}, "n": np.float32(2)}, path)
     with zipfile.ZipFile(path) as archive:
@@ -991,7 +946,7 @@ def test_changed_pickle_bytes_raise_our_errors(tmp_path: Path) -> None:
     raw = found["x/data.pkl"]
     draw = random.Random(5)
     outcomes: Counter[str] = Counter()
-    for at in range(0, len(raw), 2):
+    for at in range(0, len(raw), 4):
         for value in (0, 0xFF, draw.randrange(256)):
             data = bytearray(raw)
             data[at] = value
@@ -1002,23 +957,13 @@ def test_changed_pickle_bytes_raise_our_errors(tmp_path: Path) -> None:
     assert outcomes["CorruptError"] and outcomes["FormatError"]
 
 
-class Shell:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.target}",)
-
-
 def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     """A shell command in a torch file, in `.metadata` or in an object of a checkpoint is rejected and not run."""
     target = tmp_path / "ran"
-    torch.save({"a": [Shell(target)]}, tmp_path / "x.pt")
+    torch.save({"a": [Armed(target, os.system)]}, tmp_path / "x.pt")
     dcp.save({"w": torch.ones(2), "e": 1}, checkpoint_id=tmp_path / "meta")
-    forged(tmp_path / "meta", lambda m: setattr(m, "storage_meta", Shell(target)))
-    dcp.save({"w": torch.ones(2), "bad": Shell(target)}, checkpoint_id=tmp_path / "object")
+    forged(tmp_path / "meta", lambda m: setattr(m, "storage_meta", Armed(target, os.system)))
+    dcp.save({"w": torch.ones(2), "bad": Armed(target, os.system)}, checkpoint_id=tmp_path / "object")
     with pytest.raises(FormatError, match=r"x\.pt.*references \w+\.system, .*not run"):
         parse_torch.parse(tmp_path / "x.pt")
     with pytest.raises(FormatError, match=r"\.metadata.*references \w+\.system, .*no code was run"):

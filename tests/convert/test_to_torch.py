@@ -178,7 +178,7 @@ def trained(kind: str) -> tuple[Net, torch.optim.Optimizer]:
     return net, optim
 
 
-OPTIMIZERS = ("adamw", "named", "tensor lr", "momentum", "sgd")
+OPTIMIZERS = ("adamw", "named", "tensor lr", "sgd")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -311,26 +311,6 @@ def test_tensors_are_cast_to_other_dtypes(tmp_path: Path) -> None:
         assert_equal(dict(each["model"]), {k: v.bfloat16() for k, v in net.state_dict().items()})
 
 
-class Custom(nn.Linear):
-    """A module with extra state."""
-
-    def get_extra_state(self) -> Any:
-        return {"calls": 3, "mean": torch.ones(2)}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-
-def test_extra_state_of_a_module_is_exported(tmp_path: Path) -> None:
-    """Extra state is exported, and `load_state_dict` accepts it."""
-    net = Custom(3, 2)
-    found = torch_file({"model": net}, tmp_path / "state.pt")
-    assert_equal(found["model"], OrderedDict(net.state_dict()))
-    other = Custom(3, 2)
-    other.load_state_dict(found["model"])
-    assert_equal(other.extra, net.get_extra_state())
-
-
 def test_states_in_dicts_and_lists_are_exported(tmp_path: Path) -> None:
     """Entries are stored at their paths. For an optimizer of two modules with the same names, parameter names include
     the path."""
@@ -419,7 +399,7 @@ def saved_by_torch(net: nn.Module, optim: torch.optim.Optimizer, folder: Path, *
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ("adamw", "momentum", "sgd", "named"))
+@pytest.mark.parametrize("kind", ("adamw", "sgd"))
 def test_metadata_equals_that_of_torch(kind: str, tmp_path: Path) -> None:
     """Every name, form and position of torch's own `dcp.save` exists, in list form and in flattened form. The only
     additions are the description and the names of parameters."""
@@ -443,7 +423,7 @@ def test_metadata_equals_that_of_torch(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flat", (False, True))
-@pytest.mark.parametrize("kind", ("adamw", "momentum", "tensor lr", "named"))
+@pytest.mark.parametrize("kind", ("momentum", "tensor lr"))
 def test_dcp_load_is_bit_exact(kind: str, flat: bool, tmp_path: Path) -> None:
     """`dcp.load` into the state dicts of a fresh model and optimizer is bit-exact in both forms, and
     training goes on bit-equal."""
@@ -475,14 +455,7 @@ def test_dcp_folder_converts_to_torch_save(tmp_path: Path) -> None:
     """torch's own converter turns the folder into a correct file. Byte objects load with `weights_only`. The
     description has the entries and the paths of all tensors."""
     net, optim = trained("adamw")
-    state = {
-        "model": net,
-        "optim": optim,
-        "rng": ckpt.RNG(),
-        "cfg": PLAIN | {"keys": {1: 2, "a": {}}},
-        "nets": [net.norm],
-    }
-    del state["nets"]
+    state = {"model": net, "optim": optim, "rng": ckpt.RNG(), "cfg": PLAIN | {"keys": {1: 2, "a": {}}}}
     origin, view, dtypes = of_state(state)
     folder = execute(to_dcp.plan(origin, view, dtypes), origin, tmp_path / "dcp")
     found = loaded_whole(folder)
@@ -578,25 +551,25 @@ from torch.distributed.checkpoint.state_dict import *
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-folder, expected = sys.argv[1], torch.load(sys.argv[2], weights_only=True)
-for flat in (False, True):
-    live = parallel.build("fsdp")
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    net, optim = live["model"], live["optim"]
-    state = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optim, options=options)}
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(net, state["model"])
-    set_optimizer_state_dict(net, optim, state["optim"], options=options)
-    found = parallel.gathered(live)
-    wrong = [name for name in expected if name not in found or not torch.equal(found[name], expected[name])]
-    print(json.dumps({"mode": str(flat), "wrong": wrong, "names": len(found), "lr": optim.param_groups[0]["lr"]}))
+expected = torch.load(sys.argv[1], weights_only=True)
+for folder in sys.argv[2:]:
+    for flat in (False, True):
+        live = parallel.build("fsdp")
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        net, optim = live["model"], live["optim"]
+        state = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optim, options=options)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(net, state["model"])
+        set_optimizer_state_dict(net, optim, state["optim"], options=options)
+        found = parallel.gathered(live)
+        wrong = [name for name in expected if name not in found or not torch.equal(found[name], expected[name])]
+        print(json.dumps({"mode": folder, "wrong": wrong, "names": len(found), "lr": optim.param_groups[0]["lr"]}))
 sys.stdout.flush()
 os._exit(0)  # gloo's threads may abort an interpreter that ends
 """
 
 
-@pytest.mark.parametrize("damaged", (False, True))
-def test_two_ranks_load_their_shards(tmp_path: Path, damaged: bool) -> None:
+def test_two_ranks_load_their_shards(tmp_path: Path) -> None:
     """Weights and optimizer state of a whole model are bit-exact on two ranks in both forms. Negative control: damaged
     ones are not."""
     net = parallel.whole()
@@ -607,20 +580,16 @@ def test_two_ranks_load_their_shards(tmp_path: Path, damaged: bool) -> None:
         x = torch.randn(12, parallel.WIDTH, generator=torch.Generator().manual_seed(step))
         (net(x) - x).pow(2).mean().backward()
         optim.step()
-    state = {"model": net, "optim": optim}
-    folder = dcp_folder(state, tmp_path / "dcp")
+    state, name = {"model": net, "optim": optim}, "layers.1.up.weight"
+    folder, damaged = (dcp_folder(state, tmp_path / one) for one in ("dcp", "damaged"))
     expected = parallel.gathered(state)
     torch.save(expected, tmp_path / "expected.pt")
-    if damaged:
-        name = "layers.1.up.weight"
-        for file in folder.glob("*.distcp"):
-            row = as_bytes(net.get_parameter(name).detach()[:1]).numpy().tobytes()
-            file.write_bytes(file.read_bytes().replace(row, bytes(len(row))))
-    port = parallel.free_port()
-    done = parallel.launch(2, SHARDED, folder, tmp_path / "expected.pt", port=port)
+    row = as_bytes(net.get_parameter(name).detach()[:1]).numpy().tobytes()
+    for file in damaged.glob("*.distcp"):
+        file.write_bytes(file.read_bytes().replace(row, bytes(len(row))))
+    done = parallel.launch(2, SHARDED, tmp_path / "expected.pt", folder, damaged, port=parallel.free_port())
     found = parallel.reports(done)
-    for flat in ("False", "True"):
-        assert len(found[flat]) == 2
-        for one in found[flat]:
-            assert one["wrong"] == (["layers.1.up.weight"] if damaged else [])
-            assert one["names"] == len(expected) and one["lr"] == 3e-3
+    for place, wrong in ((folder, []), (damaged, [name])):
+        assert len(found[str(place)]) == 4  # two ranks, two forms
+        for one in found[str(place)]:
+            assert (one["wrong"], one["names"], one["lr"]) == (wrong, len(expected), 3e-3)

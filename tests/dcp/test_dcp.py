@@ -5,7 +5,6 @@ Rank processes run `main()` of this file with a list of actions, see `ranks`.
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import io
 import json
@@ -15,7 +14,6 @@ import pickle
 import shutil
 import sys
 import threading
-import time
 import uuid
 import warnings
 from collections import deque
@@ -42,16 +40,16 @@ import ckpt
 import ckpt.dcp
 from ckpt import failpoints
 from ckpt.core.checkpoint import read
-from ckpt.core.format.manifest import owner
 from ckpt.core.log.run_log import RunLog
 from ckpt.dcp import coordinator, in_flight, incarnation, objects, rank_write
 from ckpt.dcp import read as dcp_source
 from ckpt.store import open_store
 from ckpt.tools.cli.app import cli
 from commands import flip
+from inside import trust_tensor_data
 from parallel import build, free_port, gathered, launch, train_step
-from processes import REPO, run_python
-from run_files import data_files, indexes, keys_in, manifests
+from processes import REPO, run_script
+from run_files import data_files, indexes, manifests
 from s3_server import MotoServer, storage_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -168,7 +166,6 @@ def flat(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_every_dtype_and_form_comes_back_bit_for_bit(run_dir: str) -> None:
-    """Everything that DCP can save is restored by dcp.load, by ckpt.load and by the commands."""
     state = every_kind()
     save(state, 5, run_dir)
     found = dict(flat(load(emptied(state), run_dir)))
@@ -210,7 +207,7 @@ class BytesPath(os.PathLike[bytes]):
 def test_step_is_parsed_from_the_end_of_the_id(run_dir: str) -> None:
     """A checkpoint id is a name, a path, a number or step=. Any other id is rejected before anything is written."""
     good = (
-        Path("out/checkpoints/step-500"),
+        Path("out/step-500"),
         "s3://b/x/step-500/",
         "iter_0000500",
         np.int64(500),
@@ -219,18 +216,7 @@ def test_step_is_parsed_from_the_end_of_the_id(run_dir: str) -> None:
     )
     for given in ("step-500", "500", 500, *good):
         assert ckpt.dcp.step_of(given) == 500 and ckpt.dcp.StorageWriter.validate_checkpoint_id(given)
-    odd = (
-        "1" + "0" * 25,
-        "step-1e6",
-        "step-1e-6",
-        "step-1.5",
-        "-5",
-        "out/-5",
-        "2024-11-21",
-        "step-500.0",
-        b"5",
-        BytesPath(),
-    )
+    odd = ("1" + "0" * 25, "step-1e6", "step-1e-6", "step-1.5", "out/-5", "2024-11-21", "step-500.0", b"5", BytesPath())
     for wrong in ("latest", "", -1, True, 1.5, "step-5-final", 10**18, "9" * 30, *odd):
         with pytest.raises(ckpt.errors.UsageError, match="has no step"):
             ckpt.dcp.step_of(wrong)
@@ -279,7 +265,6 @@ def test_missing_or_mismatched_data_raises_clear_errors(run_dir: str, tmp_path: 
 
 
 def test_dcp_loads_weights_saved_by_a_checkpointer(run_dir: str) -> None:
-    """DCP loads weights that a Checkpointer saved."""
     net = torch.nn.Linear(3, 2)
     with ckpt.Checkpointer({"model": net}, run_dir) as cp:
         cp.restore(default=0)
@@ -354,21 +339,6 @@ def test_pickled_writer_keeps_its_job_until_a_load(run_dir: str) -> None:
     load(state, tier, 2)
     save(state, 3, writer)
     assert history(run_dir) == [3, 2, 1] and len(records(run_dir).state.acquires) == 2
-
-
-def test_save_recreates_a_deleted_run(tmp_path: Path) -> None:
-    """The same process recreates a deleted run, with one tier or with two."""
-    near, far, state = tmp_path / "near", tmp_path / "far", {"w": torch.zeros(3)}
-    save(state, 1, near)
-    shutil.rmtree(near)
-    save(state, 2, near)
-    assert history(str(near)) == [2] and records(str(near)).state.acquires
-    writer = ckpt.dcp.StorageWriter([near, far])
-    save(state, 3, writer)
-    shutil.rmtree(far)
-    assert f"It is in file://{near}" in str(refused(lambda: save(state, 4, writer)))
-    save(state, 5, writer)
-    assert history(str(near)) == [5, 4, 3, 2] and history(str(far)) == [5]
 
 
 @pytest.mark.parametrize("then", ["put back", "loaded", "deleted"])
@@ -494,18 +464,7 @@ def test_load_waits_for_pending_async_save_to_its_tier(moment: str, run_dir: str
         saving.result()
 
 
-def test_save_works_after_failure_on_another_rank(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch does not notify the writer. Another thread can still save, and the open checkpoint is aborted."""
-    writer = ckpt.dcp.StorageWriter(run_dir)
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_data", lambda *args: 1 / 0)  # as rank 0 sees it if another rank fails
-        refused(lambda: save({"n": 1}, 1, writer))
-    dcp.async_save({"n": 2}, checkpoint_id=2, storage_writer=writer).result()
-    assert history(run_dir) == [2] and [a.step for a in records(run_dir).state.aborted] == [1]
-
-
 def test_load_does_not_change_branch_of_pending_save(run_dir: str) -> None:
-    """The save keeps the branch that was current when it began, even if its plan is made later."""
     state, writer = {"w": torch.zeros(3)}, ckpt.dcp.StorageWriter(run_dir)
     for step in (1, 2):
         save(state, step, writer)
@@ -535,13 +494,17 @@ dcp.async_save({"w": torch.ones(3_000_000)}, checkpoint_id=1, storage_writer=wri
 """
 
 
+def run_last_save(script: str, run_dir: str) -> tuple[str, str]:
+    """Return what the script printed and logged. It ends without an error."""
+    done = run_script(script, run_dir)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
 def test_last_async_save_of_a_script_completes(run_dir: str) -> None:
     """The save completes without .result(), as with torch's own writer. A later save fails with a clear error."""
-    command = [sys.executable, "-c", LAST_SAVE, run_dir]
-    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    done = run_python(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and history(run_dir) == [1], done.stderr[-3000:]
-    assert "not in an atexit handler" in done.stdout and "failed" not in done.stderr
+    printed, logged = run_last_save(LAST_SAVE, run_dir)
+    assert history(run_dir) == [1] and "not in an atexit handler" in printed and "failed" not in logged
 
 
 @pytest.mark.parametrize("last", ["an async save", "the one before"])
@@ -549,16 +512,11 @@ def test_error_of_the_last_async_save_is_logged_at_the_end_of_the_script(last: s
     """The script never calls .result(), which would raise the error."""
     Path(run_dir).mkdir()
     Path(run_dir, "notes.txt").write_text("not a run")
-    script = LAST_SAVE.replace("atexit.register(late)", "")
+    script = LAST_SAVE.replace("atexit.register(late)", "").rstrip()
     if last == "the one before":
-        script = f"{script}.exception()\nwriter = ckpt.dcp.StorageWriter(sys.argv[1] + '-2')\nlate()\n".replace(
-            ")\n.", ")."
-        )
-    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    command = [sys.executable, "-c", script, run_dir]
-    done = run_python(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert ("the last save of this script failed: 1: " in done.stderr) is (last == "an async save"), done.stderr
+        script += ".exception()\nwriter = ckpt.dcp.StorageWriter(sys.argv[1] + '-2')\nlate()"
+    logged = run_last_save(script, run_dir)[1]
+    assert ("the last save of this script failed: 1: " in logged) is (last == "an async save"), logged
 
 
 # -- several tiers --
@@ -600,44 +558,6 @@ def test_bucket_outage_is_reported_while_folder_still_saves(tmp_path: Path, monk
     assert history(near) == [11, 10, 8] and load(state, tiers[:1])["n"] == 11
 
 
-def test_retired_files_stay_for_the_reader_grace(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retired files stay as long as readers may need them. A later save deletes them."""
-    tier, state = ckpt.Tier(run_dir, every=1, keep=1, reader_grace_s=1000), {"w": torch.randn(10)}
-    for step in range(1, 5):
-        save(state, step, tier)
-    assert history(run_dir) == [4, 3] and len(data_files(run_dir)) == 4
-    clock = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 2000)
-    save(state, 5, tier)
-    assert len(data_files(run_dir)) == 3
-
-
-def test_full_tier_fails_save_but_other_tier_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the tier that has the step and the tier that has not. The next save completes in both."""
-    near, far = str(tmp_path / "near"), str(tmp_path / "far")
-    writer, state = ckpt.dcp.StorageWriter([near, far]), {"w": torch.randn(1000), "n": 1}
-    save(state, 1, writer)
-    real = rank_write.write
-
-    async def full(store: Any, *args: Any, **kwargs: Any) -> Any:
-        if store.url.endswith("near"):
-            raise ckpt.errors.FullError("no space left")
-        return await real(store, *args, **kwargs)
-
-    monkeypatch.setattr(rank_write, "write", full)
-    error = refused(lambda: save(state | {"n": 2}, 2, writer))
-    assert (
-        isinstance(error, ckpt.errors.SaveError)
-        and "no space left" in str(error)
-        and f"It is in file://{far}" in str(error)
-    )
-    monkeypatch.setattr(rank_write, "write", real)
-    save(state | {"n": 3}, 3, writer)
-    assert history(near) == [3, 1] and history(far) == [3, 2, 1]
-    assert [a.step for a in records(near).state.aborted] == [2]
-    assert load(state, [near, far], 2)["n"] == 2
-
-
 def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The retry has another id, with a new term. Earlier checkpoints stay in the history."""
     state, writer = {"w": torch.randn(10), "n": 1}, ckpt.dcp.StorageWriter(run_dir)
@@ -651,36 +571,6 @@ def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.Monk
     save(state | {"n": 3}, 3, writer)
     assert history(run_dir) == [3, 2, 1] and load(state, run_dir, 2)["n"] == 2
     assert len(records(run_dir).state.aborted) == 4
-
-
-def test_two_processes_of_one_job_do_not_fence_each_other(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes are the trainer and dcp.async_save's, which has opened a new term to retry a failed step."""
-    state, writer = {"w": torch.randn(10)}, ckpt.dcp.StorageWriter(run_dir)
-    save(state, 1, writer)
-    trainer, pickled = dict(incarnation._owners), pickle.dumps(writer)
-    another_job()
-    monkeypatch.setattr(failpoints, "_armed", failpoints._parse("data_file.written:eio"))
-    refused(lambda: save(state, 2, pickle.loads(pickled)))
-    save(state, 2, pickle.loads(pickled))
-    another_job()
-    incarnation._owners.update(trainer)
-    save(state, 3, pickle.loads(pickled))
-    assert history(run_dir) == [3, 2, 1] and len(records(run_dir).state.acquires) == 2
-
-
-def test_complete_uncommitted_step_does_not_block_next_job(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 2 had all its manifests but no record. The next job continues from step 1 and leaves nothing open."""
-    state, tier = {"w": torch.randn(10), "n": 0}, ckpt.Tier(run_dir, 1, keep=20)
-    save(state | {"n": 1}, 1, tier)
-    monkeypatch.setattr(coordinator, "end", lambda saving, receipts: asyncio.sleep(0))
-    save(state | {"n": 2}, 2, tier)
-    monkeypatch.undo()
-    another_job()
-    assert load(state, tier)["n"] == 1
-    save(state | {"n": 22}, 2, tier)
-    assert history(run_dir) == [2, 1] and load(state, tier)["n"] == 22
-    left = records(run_dir).state
-    assert all(left.ended(checkpoint) for key in keys_in(run_dir) if (checkpoint := owner(key)) is not None)
 
 
 def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> None:
@@ -698,60 +588,31 @@ def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> 
     assert history(str(places[1])) == [2]
 
 
-def test_tensor_changed_during_save_stays_readable(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest covers the stored bytes, so they can be read. The change comes after the copy."""
-    w, real = torch.zeros(3_000_000), rank_write.Stream._read
-
-    def changing(self: Any, length: int) -> memoryview:
-        w.add_(1)
-        try:
-            return real(self, length)
-        finally:
-            w.add_(1)
-
-    class Raced(rank_write.Stream):
-        def _next(self) -> memoryview:
-            found = super()._next()
-            w.add_(1)  # between the check of the source and the copy
-            return found
-
-    monkeypatch.setattr(rank_write, "Stream", Raced)
-    monkeypatch.setattr(Raced, "_read", changing)
-    save({"w": w}, 1, run_dir)
-    assert load({"w": torch.zeros(3_000_000)}, run_dir)["w"].min() > 0
-
-
-async def full(*args: Any, **kwargs: Any) -> Any:
-    raise ckpt.errors.FullError("no space left")
-
-
-def aborted_twice(monkeypatch: pytest.MonkeyPatch, run: str, writer: Any) -> None:
+def test_next_save_deletes_files_of_failed_saves(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new job deletes them too, even if its own save also fails, so a nearly full disk recovers."""
+    state, writer = {"w": torch.randn(100_000)}, ckpt.dcp.StorageWriter(run_dir)
+    save(state, 1, writer)
     for step in (2, 3):
         monkeypatch.setattr(failpoints, "_armed", failpoints._parse("manifest.stored:eio"))
         refused(lambda step=step: save({"w": torch.randn(100_000)}, step, writer))
         monkeypatch.setattr(failpoints, "_armed", None)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["after a checkpoint", "before any"])
-def test_next_save_deletes_files_of_failed_saves(run_dir: str, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
-    """A new job deletes them too, even if its own save also fails, so a nearly full disk recovers."""
-    state, writer = {"w": torch.randn(100_000)}, ckpt.dcp.StorageWriter(run_dir)
-    if first:
-        save(state, 1, writer)
-    aborted_twice(monkeypatch, run_dir, writer)
-    assert len(data_files(run_dir)) == first + 1  # step 3 deleted that of step 2
+    assert len(data_files(run_dir)) == 2  # step 3 deleted that of step 2
     another_job()
+
+    async def full(*args: Any, **kwargs: Any) -> Any:
+        raise ckpt.errors.FullError("no space left")
+
     with monkeypatch.context() as patch:
         patch.setattr(rank_write, "write", full)
         assert "no space left. `ckpt gc" in str(refused(lambda: save(state, 4, writer)))
     assert data_files(run_dir, 2) == data_files(run_dir, 3) == []
     save(state, 5, writer)
-    assert history(run_dir) == ([5, 1] if first else [5]) and same(load(emptied(state), run_dir)["w"], state["w"])
+    assert history(run_dir) == [5, 1] and same(load(emptied(state), run_dir)["w"], state["w"])
 
 
 def test_cached_plans_do_not_disable_retention(run_dir: str) -> None:
-    """With enable_plan_caching each rank sends an old plan. The checkpoint id is still new, `keep` still applies,
-    also after a rollback, and another job is not mistaken for ours."""
+    """With enable_plan_caching each rank sends an old plan. The checkpoint id is still new, and `keep` still
+    applies, also after a rollback."""
     if "enable_plan_caching" not in DefaultSavePlanner.__init__.__annotations__:
         pytest.skip("this version of torch keeps no plans")
     state, tier = {"w": torch.zeros(3), "n": 0}, ckpt.Tier(run_dir, every=1, keep=2)
@@ -769,21 +630,6 @@ def test_cached_plans_do_not_disable_retention(run_dir: str) -> None:
     assert load(state, tier, 5)["n"] == 5
     kept(6)
     assert history(run_dir) == [6, 5]
-
-    class Fenced(Kept):
-        def finish_plan(self, new_plan: Any) -> Any:
-            before = dict(incarnation._incarnations), dict(incarnation._owners)
-            another_job()
-            save({"n": 1}, 7, f"{run_dir}-other")
-            save(state, 7, tier)
-            incarnation._incarnations.update(before[0])
-            incarnation._owners.update(before[1])
-            return super().finish_plan(new_plan)
-
-    fenced = Fenced(enable_plan_caching=True)
-    fenced._cached_plans_key = "Kept"
-    assert isinstance(refused(lambda: save(state, 8, writer, planner=fenced)), ckpt.errors.FencedError)
-    assert history(run_dir) == [7, 6] and not records(run_dir).state.aborted
 
 
 def test_load_raises_if_ranks_select_different_steps(run_dir: str) -> None:
@@ -810,7 +656,6 @@ def test_save_rejects_a_folder_that_ranks_do_not_share(run_dir: str, monkeypatch
 
 
 def test_an_empty_state_is_a_checkpoint(run_dir: str) -> None:
-    """An empty state and a single object can be saved."""
     save({}, 1, run_dir)
     save({"n": 5}, 2, run_dir)
     assert load({}, run_dir, 1) == {} and load({"n": 0}, run_dir) == {"n": 5}
@@ -845,15 +690,7 @@ def test_negative_control_without_digests_damage_would_get_through(
     state = {"w": torch.randn(100_000)}
     save(state, 1, tmp_path / "run")
     flip(file_of(tmp_path / "run"), file_of(tmp_path / "run").stat().st_size - 5000)
-    digests = iter(lambda: None, 1)
-
-    class Anything(bytes):
-        def __ne__(self, other: object) -> bool:
-            next(digests)
-            return False
-
-    monkeypatch.setattr("ckpt.core.checkpoint.chunks.chunk_digest", lambda data: Anything())
-    monkeypatch.setattr("ckpt.core.checkpoint.read.chunk_digest", lambda data: Anything(), raising=False)
+    trust_tensor_data(monkeypatch)
     assert not same(load({"w": torch.zeros(100_000)}, tmp_path / "run")["w"], state["w"])
 
 
@@ -881,24 +718,6 @@ def test_load_retries_if_its_step_is_retired(run_dir: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(read, "load_all", gone)
     assert load({"n": 0}, run_dir)["n"] == 1 and calls == [1, 1]
-
-
-def test_latest_raises_while_a_tier_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """dcp.load raises too, because the newest step may be in that tier."""
-    near, far, real = str(tmp_path / "near"), str(tmp_path / "far"), dcp_source._is_run
-
-    async def away(url: str) -> bool:
-        if url.endswith("far"):
-            raise ckpt.errors.StoreError("no answer")
-        return await real(url)
-
-    monkeypatch.setattr(dcp_source, "_is_run", away)
-    with pytest.raises(ckpt.errors.StoreError, match="no answer"):
-        ckpt.dcp.latest([near, far])
-    save({"n": 3}, 3, near)
-    with pytest.raises(ckpt.errors.StoreError, match="no answer"):
-        ckpt.dcp.latest([near, far])
-    assert ckpt.dcp.latest([near]) == 3
 
 
 def test_load_ignores_a_wrong_index(run_dir: str) -> None:
@@ -939,7 +758,6 @@ def test_object_with_code_is_rejected_before_any_change(run_dir: str, tmp_path: 
 
 
 def test_objects_that_are_not_archives_are_rejected() -> None:
-    """The cases are random bytes, an empty object and an old-style pickle."""
     for raw in (b"", b"PK\x03\x04", os.urandom(300), pickle.dumps(print), pickle.dumps(Bomb("/nowhere"))):
         with pytest.raises(ckpt.errors.UsageError, match="rejected"):
             objects.check_object("x", memoryview(raw))
@@ -989,16 +807,11 @@ class Odd:
     "how",
     [
         (Fraction, ("1e999999999",)),
-        (Fraction, ("9" * 5000,)),
         (Decimal, ((0, (1,), 10**9),)),
         (deque, (Odd(Path.touch, (Path("/nowhere/mark"),)),)),
         (deque, (), {"append": print}),
-        (uuid.UUID, (), {"int": print}),
-        (io.BytesIO, (), (b"", 0, {"read": print})),
-        (frozenset, ("ab",)),
         (range, (0.5,)),
         (getattr, (deque, "append")),
-        (frozenset, ([Odd(Path.touch, (Path("/nowhere/mark"),))],)),
     ],
     ids=lambda how: how[0].__name__,
 )
@@ -1041,12 +854,8 @@ def test_invalid_facts_raise_corrupt_error(run_dir: str, monkeypatch: pytest.Mon
     for facts in (
         {},
         {"objects": 5, "mappings": None},
-        {"objects": ["w"], "mappings": None},
         {"objects": [[]], "mappings": None},
         {"objects": [], "mappings": {"w": "w"}},
-        {"objects": [], "mappings": {"w": [None]}},
-        {"objects": [], "mappings": [1]},
-        {"objects": [], "mappings": {"w": []}},
         {"objects": [], "mappings": {"w": [5]}},
         {"objects": [], "mappings": {"w": ["l", -1]}},
         {"objects": [], "mappings": {"w": ["l", 300_000]}},

@@ -1,4 +1,4 @@
-"""Codecs preserve every bit, reject damage at low cost, and reduce the size of training states."""
+"""Codecs preserve every bit, and reject damage at low cost."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ import inspect
 import struct
 import subprocess
 import sys
-import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckpt.core.format import codec
 from ckpt.core.format.codec import CODECS, DELTA, PLANES, RAW, decode, encode, estimate
-from ckpt.core.format.layout import BITS
-from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.errors import CorruptError
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 WORDS = (1, 2, 4, 8)
 PLANE_CODECS = (PLANES, DELTA)  # codecs that divide words into planes
 MIB = 1 << 20
-STEPS = 80
 
 
 def back(way: int, stored: bytes, length: int, base: bytes | None = None) -> bytes:
@@ -48,18 +44,8 @@ def floats(word: int) -> list[int]:
     mantissa = {2: 7, 4: 23, 8: 52}[word]
     bits = 8 * word
     top = (1 << bits - 1) - (1 << mantissa)  # infinity
-    few = [
-        0,
-        1,
-        2,
-        (1 << mantissa) - 1,
-        1 << mantissa,
-        top - 1,
-        top,
-        top + 1,
-        top | 1 << mantissa - 1,
-        2 ** (bits - 1) - 1,
-    ]
+    few = [0, 1, 2, (1 << mantissa) - 1, 1 << mantissa, top - 1, top, top + 1, top | 1 << mantissa - 1]
+    few += [2 ** (bits - 1) - 1]
     return few + [1 << bits - 1 | pattern for pattern in few]
 
 
@@ -126,15 +112,6 @@ def test_every_pair_of_special_floats_survives(word: int) -> None:
         assert back(way, encode(way, new, word, with_base(way, old)), len(new), with_base(way, old)) == new
 
 
-def test_all_words_of_16_bits_survive() -> None:
-    """Every pattern is combined with another."""
-    new = np.arange(65536, dtype="<u2").tobytes()
-    for turn in (0, 1, 777, 32768):
-        old = np.roll(np.frombuffer(new, "<u2"), turn).tobytes()
-        for way in PLANE_CODECS:
-            assert back(way, encode(way, new, 2, with_base(way, old)), len(new), with_base(way, old)) == new
-
-
 @pytest.mark.parametrize("way", PLANE_CODECS)
 @pytest.mark.parametrize("word", WORDS)
 def test_stored_form_follows_the_description(way: int, word: int) -> None:
@@ -163,56 +140,12 @@ def test_current_stored_form_stays_readable() -> None:
     assert back(PLANES, stored, 16) == plain
 
 
-def test_large_chunks_survive() -> None:
-    """Nothing depends on 4 MiB, not even windows: a chunk of 40 MiB survives."""
-    plain = np.random.default_rng(0).normal(0, 1, 10 * MIB // 2).astype("<f4").tobytes() * 2
-    stored = encode(PLANES, plain, 4)
-    assert len(stored) < 0.9 * len(plain)
-    assert back(PLANES, stored, len(plain)) == plain
-
-
 # -- the registry --
-
-
-def test_every_dtype_has_a_word_size() -> None:
-    """The word size of each dtype divides its elements."""
-    for dtype, bits in BITS.items():
-        word = codec.word_of(dtype)
-        assert word in WORDS and bits % (8 * word) == 0
-    assert [codec.word_of(d) for d in ("F32", "BF16", "F64", "C64", "C128", "C32", "U8")] == [4, 2, 8, 4, 8, 2, 1]
-    with pytest.raises(UsageError):
-        codec.word_of("F128")
 
 
 def test_codec_ids_never_change() -> None:
     """The ids are stored in chunk tables, so they never change."""
     assert CODECS == {0: "raw", 1: "planes", 2: "delta"} == {RAW: "raw", PLANES: "planes", DELTA: "delta"}
-
-
-@pytest.mark.parametrize("unknown", [3, 99, -1])
-def test_newer_codec_raises_format_error(unknown: int) -> None:
-    """The error of a newer checkpoint advises an upgrade instead of reporting damage."""
-    with pytest.raises(FormatError, match=r"written by a newer.*upgrade with `pip install -U everystep`"):
-        decode(unknown, b"", 0, None, memoryview(bytearray()))
-    with pytest.raises(FormatError):
-        estimate(unknown, b"1234", 4)
-
-
-def test_wrong_calls_raise_usage_error() -> None:
-    """Partial words, unknown word sizes, oversized buffers and wrong bases are errors of the caller."""
-    calls: list[Callable[[], Any]] = [
-        lambda: encode(PLANES, b"123", 4),
-        lambda: encode(PLANES, b"1234", 3),
-        lambda: estimate(PLANES, b"1234", 0),
-        lambda: encode(PLANES, b"1234", 4, b"1234"),
-        lambda: encode(DELTA, b"1234", 4),
-        lambda: encode(DELTA, b"1234", 4, b"12345678"),
-        lambda: decode(RAW, b"1234", 4, None, memoryview(bytearray(5))),
-    ]
-    for call in calls:
-        with pytest.raises(UsageError):
-            call()
-    assert back(DELTA, encode(DELTA, b"1234", 4, b"1234"), 4, b"1234") == b"1234"  # the same data with a correct call
 
 
 # -- damage --
@@ -280,25 +213,16 @@ def zstd_frames() -> Iterator[tuple[str, bytes, bool]]:
     yield "and an empty frame", frame + zstandard.compress(b""), False
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
     yield "skippable before", skippable + frame, False
-    yield "skippable behind", frame + skippable, False
-    yield "skippable alone", skippable, False
     yield "one byte less", zstandard.compress(plane[:-1]), False
-    yield "one byte more", zstandard.compress(plane + b"\0"), False
     yield "unknown size", zstandard.ZstdCompressor(write_content_size=False).compress(plane), False
     data = zstandard.ZstdCompressionDict(b"0123456789abcdef" * 64, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
-    yield (
-        "raw dictionary",
-        zstandard.ZstdCompressor(dict_data=data).compress(b"0123456789abcdef" * 312 + b"01234567"),
-        False,
-    )
+    with_dictionary = zstandard.ZstdCompressor(dict_data=data)
+    yield "raw dictionary", with_dictionary.compress(b"0123456789abcdef" * 312 + b"01234567"), False
     yield "dictionary id", frame[:4] + bytes([frame[4] | 1, 7]) + frame[5:], False
     yield "magic", b"\x29" + frame[1:], False
-    yield "old format", b"\x27\xb5\x2f\xfd" + frame[4:], False
     head = b"\x28\xb5\x2f\xfd\x60" + struct.pack("<H", 5000 - 256)  # one segment, 16 bits of content size
     yield "one byte repeated", head + (5000 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0", True
-    yield "fewer repeated", head + (4999 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0", False
     yield "more repeated", head + (5001 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0", False
-    yield "far more repeated", head + ((1 << 21) - 1 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0", False
     yield "no last block", head + (5000 << 3 | 1 << 1).to_bytes(3, "little") + b"\0", False
     yield "reserved block", head + (1 << 3 | 3 << 1 | 1).to_bytes(3, "little") + b"\0", False
     window = b"\x28\xb5\x2f\xfd\x40" + bytes([(27 - 10) << 3]) + struct.pack("<H", 5000 - 256)
@@ -327,9 +251,7 @@ def test_invalid_stored_forms_are_rejected() -> None:
         (PLANES, assembled(1, frame), 0, None),
         (PLANES, assembled(3, frame), 4, None),
         (PLANES, frame, 4, None),
-        (PLANES, b"\x03" + bytes(12), 0, None),
         (PLANES, b"\x00", 0, None),
-        (PLANES, b"\x01", 0, None),
         (PLANES, b"", 0, None),
         (DELTA, assembled(1, frame), 4, b"abc"),
         (DELTA, assembled(1, frame), 4, None),
@@ -379,75 +301,6 @@ def test_decompression_bomb_uses_no_memory() -> None:
 
 
 # -- sizes --
-
-
-@pytest.fixture(scope="module")
-def trained() -> dict[str, bytes]:
-    """Return the state of a small model after some AdamW steps on the standard library, and of the step before."""
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the same numbers everywhere, without waiting for busy cores
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = b"".join((folder / name).read_bytes() for name in ("argparse.py", "typing.py", "inspect.py", "ast.py"))
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    width, context = 128, 12
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(256, width), torch.nn.Flatten(), torch.nn.Linear(width * context, 4 * width),
-        torch.nn.GELU(), torch.nn.Linear(4 * width, width), torch.nn.LayerNorm(width), torch.nn.Linear(width, 256),
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    found = {}
-    for step in range(STEPS):
-        at = torch.randint(len(data) - context - 1, (32,))[:, None] + torch.arange(context + 1)
-        loss = torch.nn.functional.cross_entropy(model(data[at[:, :-1]]), data[at[:, -1]])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step >= STEPS - 2:
-            weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-            names = {"w": weights, "bf16": weights.bfloat16().view(torch.int16)}
-            for name in ("exp_avg", "exp_avg_sq"):
-                names[name] = torch.cat([optimizer.state[p][name].flatten() for p in model.parameters()])
-            found.update({f"{name}{step - STEPS}": value.numpy().tobytes() for name, value in names.items()})
-    torch.set_num_threads(threads)
-    return found
-
-
-LIMITS = [
-    ("w", None, 4, 0.84), ("exp_avg", None, 4, 0.85), ("exp_avg_sq", None, 4, 0.81), ("bf16", None, 2, 0.675),
-    ("w", "w", 4, 0.65), ("exp_avg_sq", "exp_avg_sq", 4, 0.66), ("bf16", "bf16", 2, 0.27),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "base", "word", "limit"), LIMITS)
-def test_training_states_are_compressed(
-    trained: dict[str, bytes], name: str, base: str | None, word: int, limit: float
-) -> None:
-    """The stored size is within the limit, and the estimate is close. Plain zstd, or no base, exceeds it."""
-    plain, old = trained[f"{name}-1"], None if base is None else trained[f"{base}-2"]
-    way = PLANES if base is None else DELTA
-    stored = encode(way, plain, word, old)
-    ratio = len(stored) / len(plain)
-    assert back(way, stored, len(plain), old) == plain
-    assert ratio <= limit
-    assert abs(estimate(way, plain, word, old) - ratio) < 0.05
-    other = zstandard.compress(plain, 1) if base is None else encode(PLANES, plain, word)
-    assert len(other) / len(plain) > limit
-
-
-def test_few_changed_rows_are_stored_compactly() -> None:
-    """If a step changes 0.7 % of the rows of an embedding, less than that is stored."""
-    rng = np.random.default_rng(0)
-    old = rng.normal(0, 0.02, (8192, 128)).astype("<f4")
-    new = old.copy()
-    rows = rng.choice(len(old), 57, replace=False)
-    new[rows] *= 1 + 0.001 * rng.normal(0, 1, (57, 128)).astype("<f4")
-    stored = encode(DELTA, new.tobytes(), 4, old.tobytes())
-    assert back(DELTA, stored, new.nbytes, old.tobytes()) == new.tobytes()
-    assert len(stored) < 0.006 * new.nbytes
-    assert len(encode(PLANES, new.tobytes(), 4)) > 0.8 * new.nbytes  # the base makes the difference
-    same = encode(DELTA, old.tobytes(), 4, old.tobytes())
-    assert len(same) < 0.001 * old.nbytes
 
 
 def test_noise_grows_only_slightly() -> None:
@@ -503,17 +356,3 @@ def test_threads_use_separate_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert concurrent_errors(64) == 0
     monkeypatch.setattr(codec, "_local", Shared())
     assert any(concurrent_errors(64) for _ in range(20))
-
-
-def test_threads_encode_concurrently(trained: dict[str, bytes]) -> None:
-    """Several threads encode and decode different codecs concurrently without errors."""
-    jobs = [(name, word, base) for name, base, word, _ in LIMITS] * 3
-
-    def run(job: tuple[str, int, str | None]) -> bool:
-        name, word, base = job
-        plain, old = trained[f"{name}-1"][:MIB], None if base is None else trained[f"{base}-2"][:MIB]
-        way = PLANES if base is None else DELTA
-        return back(way, encode(way, plain, word, old), len(plain), old) == plain
-
-    with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(run, jobs))

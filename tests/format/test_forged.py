@@ -16,7 +16,7 @@ import random
 import struct
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,95 +114,48 @@ def nested_keys(depth: int) -> Json:
 
 
 EVIL_PARTS: dict[str, Change] = {
-    "no forms": lambda d: d["layout"].pop("forms"),
-    "forms are a list": of_layout("forms", [["x", "F32"]]),
     "alias of nothing": of_layout("aliases", {"x": "nothing"}),
     "alias of an alias": of_layout("aliases", {"x": "y", "y": "x"}),
-    "alias that is a tensor": of_layout("aliases", {"model.weight": "model.bias"}),
     "no components": of_layout("components", []),
-    "components are text": of_layout("components", "xxxx"),
     "component without a path": lambda d: d["layout"]["components"][0].pop("path"),
-    "component with an odd path": component("path", [None]),
     "component of another kind": component("kind", "stateful"),
-    "component without facts": component("facts", None),
     "component with unknown tensors": component("names", ["nothing"]),
-    "layout is a list": field("layout", []),
-    "values of another number": field("values", []),
-    "values are a dict": field("values", {"0": 1}),
     "values are all null": every_value(None),
-    "values are all empty groups": every_value({"groups": [5], "state": []}),
-    "values with odd groups": every_value({"groups": [{"params": 5}], "state": []}),
     "values with odd state": every_value({"groups": [], "state": [[[], [], 1]]}),
     "value with an unknown tag": some_value({"$": "os.system", "v": "id"}),
-    "value with a tag that is a list": some_value({"$": ["tensor"], "v": 1}),
-    "value without a body": some_value({"$": "tuple"}),
     "float of the wrong size": some_value({"$": "float", "v": "00"}),
-    "text of invalid bytes": some_value({"$": "str", "v": "00"}),
-    "dict with list keys": some_value({"$": "dict", "v": [[[1], 2]]}),
-    "tuple of text": some_value({"$": "tuple", "v": "abc"}),
     "scalar of objects": some_value({"$": "scalar", "dtype": "|O", "v": "00" * 8}),
-    "scalar of the wrong size": some_value({"$": "scalar", "dtype": "<f8", "v": "00"}),
-    "scalar of an unclosed expression": some_value({"$": "scalar", "dtype": "(1,2", "v": "00"}),
-    "scalar of a structure": some_value({"$": "scalar", "dtype": "i4,i4", "v": "00" * 8}),
     "scalar of a huge type": some_value({"$": "scalar", "dtype": "<V999999999", "v": "00"}),
     "deep list": some_value(nested(400)),
     "deep keys": some_value(nested_keys(150)),
-    "tensor of no name": some_value({"$": "tensor"}),
     "tensor of an unknown name": some_value({"$": "tensor", "name": "nothing"}),
-    "array of an unknown name": some_value({"$": "ndarray", "name": "nothing", "dtype": "<f8", "shape": [1]}),
     "array of objects": some_value({"$": "ndarray", "name": "meta.a", "dtype": "|O", "shape": [4]}),
     "array of a huge shape": some_value({"$": "ndarray", "name": "meta.a", "dtype": "<f8", "shape": [2**62, 2**62]}),
-    "array of a negative shape": some_value({"$": "ndarray", "name": "meta.a", "dtype": "<f8", "shape": [-5]}),
-    "array of an expression": some_value({"$": "ndarray", "name": "meta.a", "dtype": "(1,2", "shape": [4]}),
     "array of another size": some_value({"$": "ndarray", "name": "meta.a", "dtype": "<U1000", "shape": [4]}),
     "world of two": field("world", 2),
-    "world of zero": field("world", 0),
-    "negative world": field("world", -1),
     "huge world": field("world", 10**12),
-    "world is true": field("world", True),
     "another rank": field("rank", 1),
     "id of another step": lambda d: d.update(checkpoint=d["checkpoint"].replace("020.", "010.")),
     "id is a path": field("checkpoint", "../../etc"),
-    "table is null": field("table", None),
-    "reason is a list": field("reason", []),
     "no data files field": lambda d: d.pop("files"),
-    "data files are a dict": field("files", {"key": 1}),
     "features are a text": field("features", "sparse"),
-    "a feature is a number": field("features", [5]),
-    "info is a list": field("info", [1]),
     "content is a text": field("content", "all"),
-    "parents are a text": field("parents", "root/000000001.1-00000000"),
-    "a parent is a number": field("parents", [1]),
     "more parents than a run can have": field("parents", ["root/000000001.1-00000000"] * 1000),
     "missing field": lambda d: d.pop("world"),
     "data file outside": first_file(key="../../outside"),
-    "data file outside by dots": first_file(key="steps/../../outside"),
     "data file is absolute": first_file(key="/etc/passwd"),
     "data file with a newline": lambda d: d["files"][0].update(key=d["files"][0]["key"] + "\n"),
     "data file is a log record": first_file(key="log/000000000000.json"),
-    "data file is a part": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace(".safetensors", ".json")),
-    "data file is a number": first_file(key=5),
     "data file of another size": first_file(size=10),
     "data file of a huge size": first_file(size=2**70),
-    "data file of a fractional size": lambda d: d["files"][0].update(size=float(d["files"][0]["size"])),
-    "negative header": first_file(header_size=-1),
     "header beyond the data file": first_file(header_size=2**40),
     "data file in arabic digits": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("1-", "\u0661-", 1)),
     "missing data file": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("0.sa", "0-00007.sa")),
 }  # fmt: skip
 
 
-OTHER_STATES = ("component of another kind", "kind of another", "all modules", "more groups")
+OTHER_STATES = ("component of another kind", "kind of another", "more groups")
 """Changes that give an intact checkpoint of another state: only a restore into this one detects them."""
-
-
-@pytest.mark.parametrize("name", EVIL_PARTS)
-def test_evil_manifest_is_skipped(genuine: Run, name: str, tmp_path: Path) -> None:
-    """The older checkpoint is restored, and opening the run raises only our own errors."""
-    folder = put(forge(genuine, manifest=EVIL_PARTS[name]), tmp_path / "run")
-    assert restored(folder) == 10
-    assert verified(folder) or name in OTHER_STATES
-    survives(folder)
 
 
 NEWER: dict[str, Change] = {
@@ -224,7 +177,7 @@ def test_reader_ignores_unknown_fields_but_not_features(genuine: Run, name: str,
             restored(folder)
     else:
         assert restored(folder) == 20
-    survives(folder)
+    survives(folder, restore=False)
 
 
 # -- tables --
@@ -246,69 +199,27 @@ def text(value: str | bytes) -> Callable[[Any], Any]:
     return lambda array: np.frombuffer(value if isinstance(value, bytes) else value.encode(), np.uint8)
 
 
-def doubled(columns: Json) -> None:
-    """Duplicate every shard of the table."""
-    for key in (
-        "dtypes",
-        "accelerated",
-        "ranks",
-        "instances",
-        "file",
-        "offset",
-        "stored",
-        "length",
-        "codec",
-        "base",
-        "digest",
-        "dims",
-        "names",
-    ):
-        columns[key] = np.concatenate([columns[key], columns[key]])
-    for key in ("name_ends", "dim_ends", "chunk_ends"):
-        columns[key] = np.concatenate([columns[key], columns[key] + columns[key][-1]])
-
-
 EVIL_TABLES: dict[str, Change] = {
     "offset beyond the data file": column("offset", put_at(0, 10**9)),
-    "offset of 2**62": column("offset", put_at(0, 2**62)),
     "offset of 2**63 - 1": column("offset", put_at(0, 2**63 - 1)),
-    "negative offset": column("offset", put_at(0, -8)),
     "offset into another tensor": column("offset", lambda a: np.roll(a, 1)),
-    "offset into the header": column("offset", put_at(3, 0)),  # the first ones are the same at step 10
     "length of 2**40": lambda c: (column("length", put_at(0, 2**40))(c), column("stored", put_at(0, 2**40))(c)),
-    "negative length": lambda c: (column("length", put_at(0, -1))(c), column("stored", put_at(0, -1))(c)),
-    "stored at another length": column("stored", put_at(0, 1)),
     "unknown codec": column("codec", put_at(0, 1)),
     "data file number beyond": column("file", put_at(0, 7)),
-    "negative data file number": column("file", put_at(0, -1)),
-    "base beyond": column("base", put_at(0, 10**9)),
     "data files outside": column("files", text('["../../outside"]')),
-    "data files absolute": column("files", text('["/etc/passwd"]')),
     "data files with a newline": column("files", text('["steps/000000001.1-00000000/rank-00000.safetensors\\n"]')),
-    "data files by dots": column("files", text('["steps/../../x.safetensors"]')),
     "data files of numbers": column("files", text("[5]")),
-    "data files empty": column("files", text("[]")),
-    "data files not JSON": column("files", text("\x00")),
     "data files nested": column("files", text("[" * 10**6)),
-    "packs a huge number": column("files", text("[" + "9" * 10**5 + "]")),
     "data files that are missing": column("files", text('["steps/000000001.1-00000000/rank-00000.safetensors"]')),
     "names not UTF-8": column("names", put_at(0, 255)),
-    "names too short": column("names", lambda a: a[:-1]),
     "name ends that fall": column("name_ends", put_at(0, 10**6)),
-    "name ends below zero": column("name_ends", put_at(0, -1)),
     "dims below zero": column("dims", put_at(0, -1)),
-    "dims beyond": column("dims", put_at(0, 2**62)),
     "dims too many": column("dim_ends", put_at(0, 1)),
-    "dims falling": column("dim_ends", put_at(0, 10**6)),
     "shards outside": lambda c: column("dims", lambda a: a + 1)(c),
     "unknown dtype": column("dtypes", put_at(0, 250)),
-    "another dtype": column("dtypes", lambda a: np.full_like(a, 4)),
     "chunk ends falling": column("chunk_ends", put_at(0, 10**6)),
-    "chunk ends of zero": column("chunk_ends", lambda a: a * 0),
-    "digests too short": column("digest", lambda a: a[:, :8]),
     "digests too few": column("digest", lambda a: a[:-1]),
     "other digests": column("digest", lambda a: a ^ 1),
-    "every shard twice": doubled,
     "no shards": lambda c: c.update({k: v[:0] for k, v in c.items() if k != "files"}),
     "no columns": lambda c: c.clear(),
 }
@@ -325,22 +236,12 @@ WRONG_KINDS: dict[str, Callable[[Any], Any]] = {
     "complex": lambda a: a.astype(np.complex64),
     "a grid": lambda a: a.reshape(1, -1),
     "one number": lambda a: np.resize(a, ()),
-    "nothing": lambda a: a.reshape(-1)[:0],
     "one more": lambda a: np.concatenate([a.reshape(-1), a.reshape(-1)[-1:]]),
 }
 COLUMNS = (
     "names", "name_ends", "dtypes", "accelerated", "ranks", "instances", "dims", "dim_ends", "chunk_ends", "file",
     "offset", "stored", "length", "codec", "base", "digest", "stored_digest", "files",
 )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EVIL_TABLES)
-def test_evil_table_is_skipped(genuine: Run, name: str, tmp_path: Path) -> None:
-    """The older checkpoint is restored, as with an evil manifest."""
-    folder = put(forge(genuine, columns=EVIL_TABLES[name]), tmp_path / "run")
-    assert restored(folder) == 10
-    assert verified(folder)
-    survives(folder)
 
 
 @pytest.mark.parametrize("name", COLUMNS)
@@ -378,7 +279,7 @@ def test_overlapping_chunks_match_their_digests(genuine: Run, tmp_path: Path) ->
 
     folder = put(forge(genuine, columns=overlap), tmp_path / "run")
     assert restored(folder) == 20
-    survives(folder)
+    survives(folder, restore=False)
 
 
 # -- multi-rank checkpoints --
@@ -411,53 +312,28 @@ def other_form(form: Json) -> Change:
 
 EVIL_SHARES: dict[str, Change] = {
     "instances of a rank beyond": of_layout("instances", {"model.weight": 2}),
-    "instances of a negative rank": of_layout("instances", {"model.weight": -2}),
-    "instances are a list": of_layout("instances", [1]),
-    "no instances": lambda d: d["layout"].pop("instances"),
     "form of another shape": other_form(["F32", [7, 7]]),
     "form of another dtype": other_form(["C128", []]),
-    "form of no dtype": other_form(["PICKLE", []]),
     "form of a huge shape": other_form(["F32", [2**40, 2**40]]),
-    "form of triples": other_form(["F32", [], 1]),
     "forms are a list": of_layout("forms", [["x", "F32"]]),
     "no forms": lambda d: d["layout"].pop("forms"),
     "aliases to unknown tensors": of_layout("aliases", {"x": "nothing"}),
     "components that miss shared tensors": lambda d: d["layout"]["components"][0].update(names=[]),
-    "components that name nothing": lambda d: d["layout"]["components"][0]["names"].append("nothing"),
     "no components": lambda d: (of_layout("components", [])(d), field("values", [])(d)),
     "part of the other rank": field("rank", 0),
-    "part of a rank beyond": field("rank", 2),
-    "part of a single rank": field("world", 1),
     "part of three ranks": field("world", 3),
     "values of another number": field("values", []),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EVIL_SHARES)
-def test_evil_manifest_of_one_rank_is_skipped(of_two: Run, name: str, tmp_path: Path) -> None:
-    """One rank's manifest lies about its own pieces or about others: the older checkpoint is restored."""
-    folder = put(forge(of_two, rank=1, manifest=EVIL_SHARES[name]), tmp_path / "run")
-    assert restored(folder) == 10
-    assert verified(folder)
-    survives(folder)
-
-
 ODD_COMPONENTS: dict[str, Change] = {
     "groups a number": of_kind("optimizer", params=5),
-    "groups of numbers": of_kind("optimizer", params=[1, 2]),
-    "groups of lists": of_kind("optimizer", params=[[["model.weight"]]]),
     "groups of unknown tensors": of_kind("optimizer", params=[["nothing"]]),
     "more groups": of_kind("optimizer", params=[[], [], []]),
     "with state a number": of_kind("optimizer", with_state=5),
-    "with state of lists": of_kind("optimizer", with_state=[["x"]]),
     "values' groups a number": of_optimizer(groups=5),
-    "values' state of pairs": of_optimizer(state=[["a", "b"]]),
-    "values' state of lists": of_optimizer(state=[[[], [], 1]]),
-    "values are null": every_value(None),
     "kind of another": lambda d: [c.update(kind="plain") for c in d["layout"]["components"]],
-    "all modules": lambda d: [c.update(kind="module") for c in d["layout"]["components"]],
     "all optimizers": lambda d: [c.update(kind="optimizer") for c in d["layout"]["components"]],
-    "all with one path": lambda d: [c.update(path=["model"]) for c in d["layout"]["components"]],
     "paths swapped": lambda d: d["layout"]["components"].reverse(),
     "own instances of everything": lambda d: d["layout"].update(instances=dict.fromkeys(d["layout"]["forms"], 1)),
 }
@@ -468,7 +344,7 @@ def test_inconsistent_components_raise_our_errors(of_two: Run, name: str, tmp_pa
     """A rank's data about a module or an optimizer is merged with that of the others: it is accepted or skipped."""
     folder = put(forge(of_two, rank=1, manifest=ODD_COMPONENTS[name]), tmp_path / "run")
     assert restored(folder) == 20 or verified(folder) or name in OTHER_STATES
-    survives(folder)
+    survives(folder, restore=False)
 
 
 def cut_piece(which: int, value: int) -> Change:
@@ -487,32 +363,15 @@ def cut_piece(which: int, value: int) -> Change:
 
 EVIL_INDEXES: dict[str, Change] = {
     "instances of a missing rank": column("instances", lambda a: a + 1),
-    "instances of a huge rank": column("instances", lambda a: a + 10**9),
-    "instances below all": column("instances", lambda a: a - 1),
     "one instance": column("instances", put_at(0, 1)),
-    "too few instances": column("instances", lambda a: a[:-1]),
     "no instances": lambda c: c.pop("instances"),
-    "negative ranks": column("ranks", lambda a: a - 5),
     "huge ranks": column("ranks", lambda a: a + 10**9),
     "pieces moved": column("dims", lambda a: a[::-1].copy()),
     "a whole tensor smaller than the piece": cut_piece(0, 1),
-    "a whole tensor that is larger": cut_piece(0, 200),
-    "a huge whole tensor": cut_piece(0, 2**62),
     "a piece beyond its tensor": cut_piece(1, 2**40),
-    "a piece in front of its tensor": cut_piece(1, -1),
     "a piece at the offset of another": cut_piece(1, 0),
-    "a larger piece": cut_piece(2, 2),
     "an invalid accelerator": column("accelerated", put_at(0, 2)),
 }
-
-
-@pytest.mark.parametrize("name", EVIL_INDEXES)
-def test_evil_table_of_one_rank_is_skipped(of_two: Run, name: str, tmp_path: Path) -> None:
-    """The columns for multi-rank checkpoints are forged."""
-    folder = put(forge(of_two, rank=1, columns=EVIL_INDEXES[name]), tmp_path / "run")
-    assert restored(folder) == 10
-    assert verified(folder)
-    survives(folder)
 
 
 def in_body(**changes: Json) -> Change:
@@ -542,22 +401,17 @@ def test_chunk_must_end_at_an_element(genuine: Run, byte: int, expected: int, tm
     """Chunks of eight-byte numbers with any other length are rejected, since no reader could place them."""
     folder = put(forge(genuine, columns=cut_at(genuine, byte)), tmp_path / "run")
     assert restored(folder, exact=True) == expected
-    survives(folder)
+    survives(folder, restore=False)
 
 
 EVIL_WORLDS: dict[str, Change] = {
     "a world of one": in_body(world=1),
-    "a world of three": in_body(world=3),
     "a world of a million": in_body(world=1 << 20),
-    "one part": lambda body: body.update(manifests=body["manifests"][:1]),
     "the other part": lambda body: body.update(manifests=body["manifests"][1:]),
-    "one part in a world of one": lambda body: body.update(manifests=body["manifests"][:1], world=1),
     "a part twice": lambda body: body.update(manifests=[body["manifests"][0]] * 2),
-    "a part three times": lambda body: body.update(manifests=[*body["manifests"], body["manifests"][1]], world=3),
     "parts in another order": lambda body: body["manifests"].reverse(),
     "parts swapped": lambda body: body.update(manifests=[[0, body["manifests"][1][1]], [1, body["manifests"][0][1]]]),
     "a part of a rank beyond": lambda body: body["manifests"][1].__setitem__(0, 2),
-    "a part of rank true": lambda body: body["manifests"][1].__setitem__(0, True),
     "index of one part": lambda body: body.update(index="0" * 64),
 }
 
@@ -567,7 +421,7 @@ def test_evil_commit_of_two_ranks_is_skipped(of_two: Run, name: str, tmp_path: P
     """A record lists wrong manifests. If only its index is missing, the chunk tables are sufficient."""
     folder = put(forge(of_two, body=EVIL_WORLDS[name]), tmp_path / "run")
     assert restored(folder) == (20 if name == "index of one part" else 10)
-    survives(folder)
+    survives(folder, restore=False)
 
 
 @pytest.mark.parametrize("kind", ["HELD", "COMMIT", "ABORT"])
@@ -577,16 +431,16 @@ def test_forged_records_change_no_checkpoint(of_two: Run, kind: str, tmp_path: P
     objects = appended(of_two, type=kind, body={**body, "world": 3}, id="other")
     folder = put(objects, tmp_path / "run")
     assert restored(folder) == 20
-    survives(folder)
+    survives(folder, restore=False)
     nobody = {**body, "checkpoint": str(CheckpointId(of_two[1].term, 30, of_two[1].nonce))}
     folder = put(appended(of_two, type=kind, body=nobody), tmp_path / "run")
     assert restored(folder) == 20
-    survives(folder)
+    survives(folder, restore=False)
 
 
 def test_commit_of_many_manifests_uses_bounded_resources(of_two: Run, tmp_path: Path) -> None:
     """Missing manifests are neither all read at the same time nor one by one forever."""
-    parts = [[rank, "0" * 64] for rank in range(100_000)]
+    parts = [[rank, "0" * 64] for rank in range(30_000)]
     folder = put(forge(of_two, body=in_body(manifests=parts, world=len(parts))), tmp_path / "run")
     before = resident()
     assert restored(folder) == 10
@@ -604,7 +458,7 @@ def tangled(count: int, dimensions: int) -> list[Box]:
     return [(at, tuple(dice.randrange(300, 600) for _ in at)) for at in starts]
 
 
-@pytest.mark.parametrize(("count", "dimensions"), [(20, 20), (3000, 3)])
+@pytest.mark.parametrize(("count", "dimensions"), [(20, 20), (1000, 3)])
 def test_tangled_boxes_raise_an_error_within_seconds(count: int, dimensions: int) -> None:
     """The boxes make the check for overlaps as slow as possible: it raises CorruptError within seconds."""
     boxes, shape = tangled(count, dimensions), (1000,) * dimensions
@@ -639,34 +493,13 @@ EMPTY = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 RAW_TABLES: dict[str, bytes] = {
     "nothing": b"",
     "header of 2**63": struct.pack("<Q", 2**63) + b"{}",
-    "header of 2**64 - 1": b"\xff" * 8 + b"{}",
-    "header beyond the file": struct.pack("<Q", 10**9) + b"{}",
     "deep header": header("[" * 10**6),
-    "deep dict header": header('{"a":' * 10**5),
     "header of 20 MB": header("{" + " " * (20 << 20) + "}"),
     "many entries": header("{" + ",".join(f'"{i}":{EMPTY}' for i in range(10**5)) + "}"),
-    "not UTF-8": header(b'{"\xff":1}'),
     "huge shape": entry("U8", f"[{2**62},{2**62}]", "[0,64]"),
-    "negative shape": entry("U8", "[-1]", "[0,64]"),
-    "offsets reversed": entry("U8", "[64]", "[64,0]"),
     "offsets beyond": entry("U8", "[1000000000]", "[0,1000000000]"),
-    "hole": entry("U8", "[32]", "[32,64]"),
-    "tail": entry("U8", "[32]", "[0,32]"),
     "unknown dtype": entry("PICKLE", "[64]", "[0,64]"),
-    "bfloat16": entry("BF16", "[32]", "[0,64]"),
-    "float8": entry("F8_E4M3", "[64]", "[0,64]"),
-    "float4": entry("F4", "[128]", "[0,64]"),
-    "metadata that is not a dict": header('{"__metadata__":5}'),
-    "zip": zip_of(b"x"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RAW_TABLES)
-def test_invalid_table_is_skipped(genuine: Run, name: str, tmp_path: Path) -> None:
-    """Bombs and garbage replace the safetensors file, with a valid digest."""
-    folder = put(forge(genuine, table=RAW_TABLES[name]), tmp_path / "run")
-    assert restored(folder) == 10
-    survives(folder)
 
 
 # -- the log --
@@ -674,32 +507,36 @@ def test_invalid_table_is_skipped(genuine: Run, name: str, tmp_path: Path) -> No
 
 EVIL_COMMITS: dict[str, Change] = {
     "world of zero": in_body(world=0),
-    "negative world": in_body(world=-1),
     "huge world": in_body(world=10**12),
     "no parts": in_body(manifests=[]),
-    "parts are triples": in_body(manifests=[[0, 0, "0" * 64]]),
-    "part of another rank": in_body(manifests=[[5, "0" * 64]]),
     "part of a huge rank": in_body(manifests=[[10**4000, "0" * 64]]),
-    "part of a negative rank": in_body(manifests=[[-1, "0" * 64]]),
-    "part of another digest": in_body(manifests=[[0, "0" * 64]]),
     "part with a path for a digest": in_body(manifests=[[0, "../../outside"]]),
     "index is a path": in_body(index="../../../../etc/passwd"),
-    "index is null": in_body(index=None),
     "id is a path": in_body(checkpoint="../../x"),
     "id of a huge term": in_body(checkpoint="000000020." + "9" * 4000 + "-00000000"),
-    "id in arabic digits": in_body(checkpoint="0000000\u0662\u0660.1-00000000"),
-    "id of no attempt": in_body(checkpoint="000000020.1-00000000"),
-    "finite is a number": in_body(finite=3),
     "missing": lambda body: body.clear(),
 }
 
 
-@pytest.mark.parametrize("name", EVIL_COMMITS)
-def test_evil_commit_is_skipped(genuine: Run, name: str, tmp_path: Path) -> None:
-    """A COMMIT with a valid digest has impossible content."""
-    folder = put(forge(genuine, body=EVIL_COMMITS[name]), tmp_path / "run")
+EVIL: dict[str, tuple[str, Iterable[str], Callable[[Run, str], Objects]]] = {
+    "manifest": ("genuine", EVIL_PARTS, lambda run, name: forge(run, manifest=EVIL_PARTS[name])),
+    "table": ("genuine", EVIL_TABLES, lambda run, name: forge(run, columns=EVIL_TABLES[name])),
+    "bytes of a table": ("genuine", RAW_TABLES, lambda run, name: forge(run, table=RAW_TABLES[name])),
+    "commit": ("genuine", EVIL_COMMITS, lambda run, name: forge(run, body=EVIL_COMMITS[name])),
+    "manifest of a rank": ("of_two", EVIL_SHARES, lambda run, name: forge(run, rank=1, manifest=EVIL_SHARES[name])),
+    "table of a rank": ("of_two", EVIL_INDEXES, lambda run, name: forge(run, rank=1, columns=EVIL_INDEXES[name])),
+}
+
+
+@pytest.mark.parametrize(("what", "name"), [(what, name) for what, (_, names, _) in EVIL.items() for name in names])
+def test_forged_checkpoint_is_skipped(what: str, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The older checkpoint is restored, `verify` reports the newest, and other readers raise only our own errors."""
+    fixture, _, forged = EVIL[what]
+    folder = put(forged(request.getfixturevalue(fixture), name), tmp_path / "run")
     assert restored(folder) == 10
-    survives(folder)
+    if what not in ("commit", "bytes of a table"):
+        assert verified(folder) or name in OTHER_STATES
+    survives(folder, restore=False)
 
 
 def appended(run: Run, **fields: Json) -> Objects:
@@ -723,30 +560,17 @@ EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "of a newer version": {"type": "MERGE", "body": {}},
     "snapshot": {"type": "SNAPSHOT", "body": {"state": {}}},
     "body is null": {"body": None},
-    "id is a list": {"id": []},
-    "other sequence": {"seq": 77},
     "sequence is a fraction": {"seq": 3.0},
     "other root": {"root": "0" * 32},
     "other chain": {"prev": "0" * 64},
     "term of 10**30": {"type": "ACQUIRE", "body": {"term": 10**30, "nonce": "0" * 8, "restored": None}},
-    "term of -1": {"type": "ACQUIRE", "body": {"term": -1, "nonce": "0" * 8, "restored": None}},
-    "term is a fraction": {"type": "ACQUIRE", "body": {"term": 2.5, "nonce": "0" * 8, "restored": None}},
     "restored from a path": {"type": "ACQUIRE", "body": {"term": 2, "nonce": "0" * 8, "restored": "../x"}},
     "deletes outside": {"type": "PLAN", "body": {"retire": [], "delete": ["../../outside", "/etc/passwd"]}},
-    "retires a path": {"type": "PLAN", "body": {"retire": ["../x"], "delete": []}},
     "keeps null": {"type": "KEEP", "body": {"checkpoint": None}},
     "aborts a list": {"type": "ABORT", "body": {"checkpoint": []}},
-    "aborts without a reason": {"type": "ABORT", "body": {"checkpoint": "000000030.1-00000000"}},
-    "aborts for an odd reason": {"type": "ABORT", "body": {"checkpoint": "000000030.1-00000000", "reason": [{}]}},
-    "holds of no time": {"type": "HELD", "body": held(time="now")},
     "holds of after the last year": {"type": "HELD", "body": held(time=1e300)},
     "holds nothing": {"type": "HELD", "body": {}},
-    "holds a path": {"type": "HELD", "body": {"checkpoint": "../x"}},
-    "holds no parts": {"type": "HELD", "body": held(parts=[])},
-    "holds more parts than ranks": {"type": "HELD", "body": held(world=1, parts=[[0, 0, "0" * 64], [1, 0, "0" * 64]])},
     "holds a rank twice": {"type": "HELD", "body": held(parts=[[1, 0, "0" * 64]] * 2)},
-    "holds missing manifests": {"type": "HELD", "body": held()},
-    "holds all manifests": {"type": "HELD", "body": held(world=1)},
 }
 
 
@@ -770,9 +594,8 @@ def test_evil_record_does_not_hide_checkpoints(genuine: Run, name: str, tmp_path
 @pytest.mark.parametrize(
     "name",
     [
-        "steps/{0}/rank-0.json", "steps/{0}/rank-0000000.json", "steps/{0}/rank-9999999.json", "steps/{0}/rank-x.json",
-        "steps/{0}/index.json", "steps/{0}/rank-00009.safetensors", "steps/{0}/rank-00000-99999.safetensors",
-        "steps/{0}/more/rank-00000.json", "steps/{0}/x", "steps/x", "steps/x/index.safetensors",
+        "steps/{0}/rank-9999999.json", "steps/{0}/rank-x.json", "steps/{0}/rank-00000-99999.safetensors",
+        "steps/{0}/more/rank-00000.json", "steps/x/index.safetensors",
     ],
 )  # fmt: skip
 def test_stray_file_does_not_block_a_run(of_two: Run, name: str, tmp_path: Path) -> None:
@@ -872,7 +695,6 @@ def test_mutated_layouts_and_values(of_two: Run, data: st.DataObject) -> None:
 @given(raw=st.binary(max_size=300))
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_raise_corrupt_error(raw: bytes) -> None:
-    """Any random bytes raise CorruptError."""
     with pytest.raises(CorruptError):
         Table.from_bytes(raw, "rubbish")
 
@@ -885,13 +707,8 @@ FRAME = zstandard.ZstdCompressor(write_content_size=True)
 ODD_LAYOUTS: dict[str, Any] = {
     "a list of its own": [],
     "nothing": "",
-    "no base64": "layout!",
-    "no frame": pressed(b"{}"),
     "a frame that does not say its size": pressed(zstandard.ZstdCompressor(write_content_size=False).compress(b"{}")),
-    "two frames": pressed(FRAME.compress(b"{}") + FRAME.compress(b"{}")),
-    "half a frame": pressed(FRAME.compress(b"{}" * 100)[:-4]),
     "no JSON": pressed(FRAME.compress(b"{")),
-    "a list": pressed(FRAME.compress(b"[]")),
     "a deep list": pressed(FRAME.compress(b"[" * 100_000 + b"]" * 100_000)),
     "a bomb": pressed(FRAME.compress(b'{"tensors":[' + bytes(200 << 20))),
 }

@@ -76,7 +76,7 @@ def at(document: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
-    """Yield changes of all paths in values and facts to some values of other types, and of outer paths to all."""
+    """Yield changes of paths in values and facts to values of other types, of outer paths to several."""
     reading = Capture(everything(1)).read()
     sources = {
         "values": json.loads(json.dumps(reading.values)),
@@ -84,10 +84,11 @@ def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
     }
     turn = itertools.cycle(KINDS_OF_VALUES)
     for kind, document in sources.items():
-        for place in forgery.places(document):
-            if any(type(key) is int and key > 3 for key in place[1:]):
-                continue  # only the beginning of long lists
-            many = KINDS_OF_VALUES[::2] if len(place) < (3 if kind == "values" else 4) else [next(turn)]
+        for number, place in enumerate(forgery.places(document)):
+            outer = len(place) < (3 if kind == "values" else 4)
+            if any(type(key) is int and key > 3 for key in place[1:]) or (number % 2 and not outer):
+                continue  # only the beginning of long lists, and every second of the inner paths
+            many = KINDS_OF_VALUES[::3] if outer else [next(turn)]
             for value in many:
 
                 def change(part: Any, kind: str = kind, place: Any = place, value: Any = value) -> None:

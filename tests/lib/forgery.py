@@ -173,9 +173,9 @@ async def taken_over(folder: Path) -> set[str]:
         await store.aclose()
 
 
-def survives(folder: Path) -> None:
-    """Check that all readers of a run get its contents, or an error of ours."""
-    for act in (restored, loaded, lambda f: inside.run(taken_over(f))):
+def survives(folder: Path, *, restore: bool = True) -> None:
+    """Check that all readers of a run get its contents, or an error of ours. `restore`: restores too."""
+    for act in (*([restored] if restore else []), loaded, lambda f: inside.run(taken_over(f))):
         with contextlib.suppress(CheckpointError):
             act(folder)  # type: ignore[operator]
 

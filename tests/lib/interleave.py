@@ -39,8 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.core.checkpoint import chunks, read, retention, write
-from ckpt.core.checkpoint import commits as commits
+from ckpt.core.checkpoint import chunks, commits, read, retention, write
 from ckpt.core.checkpoint.commits import Role
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
@@ -137,20 +136,7 @@ class Loop(asyncio.BaseEventLoop):
         return done
 
 
-PLAYED = (
-    commits,
-    settling,
-    manifest,
-    read,
-    retention,
-    retry,
-    run_log,
-    chunks,
-    commits,
-    run_log,
-    prune,
-    write,
-)  # the modules that take part
+PLAYED = (commits, settling, manifest, read, retention, retry, run_log, chunks, prune, write)  # those that take part
 
 
 def _users_of(name: str) -> list[Any]:
@@ -173,7 +159,7 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
     changes += [(settling, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
     changes += [(settling, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
     changes += [(retention, "_cache", {})]
-    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (run_log, run_log, records, run_log)]
+    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (run_log, records)]
     changes += [(records, "KEPT_REQUESTS", 2 * SNAPSHOT_EVERY), (run_log, "GRACE_S", 0.15)]
     changes += [(logging.getLogger("ckpt"), "disabled", True)]
     before = [(what, name, getattr(what, name)) for what, name, _ in changes]

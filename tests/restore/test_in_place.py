@@ -47,7 +47,7 @@ def saved(open_at: Open, state: State, **settings: Any) -> None:
     cp.close()
 
 
-@pytest.mark.parametrize("compression", ["none", "zstd", "auto"])
+@pytest.mark.parametrize("compression", ["none", "auto"])
 def test_equal_tensors_stored_once_are_both_restored(open_at: Open, compression: str) -> None:
     """For example a target network equal to the online one: both are filled from the same bytes of a file."""
 
@@ -138,12 +138,12 @@ def test_views_of_one_buffer_are_restored(open_at: Open, compression: str) -> No
     """Flat parameter buffers and their views overlap: while one is decoded and verified, the other is not written."""
 
     def make() -> State:
-        flat = torch.randn(4 * MIB)
-        return {"flat": flat, "view": flat[1024:], "part": flat[: 2 * MIB]}
+        flat = torch.randn(2 * MIB)
+        return {"flat": flat, "view": flat[1024:], "part": flat[:MIB]}
 
     state = make()
     saved(open_at, state, compression=compression)
-    for _ in range(4):
+    for _ in range(2):
         live = make()
         cp = open_at(live)
         assert cp.restore() == 1

@@ -42,8 +42,7 @@ from ckpt.core.log.run_log import Commit, RunLog
 from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.core.state.capture import _spec
 from ckpt.core.state.filler import Filler, Target
-from ckpt.core.state.sharding import StateEntry, indices
-from ckpt.core.state.sharding import pieces as of_rank
+from ckpt.core.state.sharding import indices
 from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.errors import SaveError
 from ckpt.store import Store, open_store
@@ -60,7 +59,6 @@ DTYPES = sorted((d for d in DTYPE_NAME if "float4" not in str(d) and d != torch.
 # -- other ranks and other shardings: many ranks, simulated in one process --
 
 Grid = npt.NDArray[np.int64]
-RESHARD = settings(QUICK, max_examples=300)
 RESHARD_LONG = settings(QUICK, max_examples=20_000)
 
 
@@ -389,7 +387,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(wholes, before, after, grain, chunk, draw(st.booleans()), nodes, draw(st.booleans()))
 
 
-@RESHARD
+@QUICK
 @given(cases())
 def test_any_ranks_restore_from_any_others(case: Case) -> None:
     """Any mesh restores every bit that any mesh saved: uneven and empty shards, replicas, and tensors of single ranks.
@@ -456,12 +454,8 @@ def last_of(pieces: Pieces, name: str) -> tuple[TensorSpec, bytes]:
 TAMPERED: dict[str, tuple[str, Callable[[list[Pieces]], object]]] = {
     "one shard less": ("w", lambda p: drop(p[1], "w")),
     "no shard at all": ("w", lambda p: [drop(mine, "w") for mine in p]),
-    "no shard of one instance": ("own", lambda p: [drop(mine, "own") for mine in p[2:]]),
     "one shard twice": ("w", lambda p: p[3].append(last_of(p[0], "w"))),
-    "half a shard twice": ("w", lambda p: p[3].append(half(last_of(p[0], "w")))),
-    "an offset below": ("w", lambda p: swap(p[3], "w", offsets=(2, 3))),
     "an offset above": ("w", lambda p: swap(p[0], "w", offsets=(1, 0))),
-    "an offset outside": ("w", lambda p: swap(p[3], "w", offsets=(3, 4))),
     "another instance": ("w", lambda p: swap(p[3], "w", instance=2)),
     "the instance of others": ("own", lambda p: swap(p[0], "own", instance=2)),
     "another shape": ("w", lambda p: swap(p[2], "w", whole=(5, 7))),
@@ -471,10 +465,7 @@ TAMPERED: dict[str, tuple[str, Callable[[list[Pieces]], object]]] = {
 
 @pytest.mark.parametrize("change", TAMPERED)
 def test_inconsistent_shards_are_rejected(change: str) -> None:
-    """A missing, duplicate, misplaced or foreign shard fails the commit with an error that names the tensor.
-
-    Negative control of the tests above too: unchanged manifests are accepted.
-    """
+    """Negative control of the tests above: unchanged manifests are accepted."""
     wholes, ranks = four_ranks()
     pieces = [staged(wholes, ranks, rank) for rank in range(4)]
     name, tamper = TAMPERED[change]
@@ -511,11 +502,9 @@ def test_negative_control_one_wrong_byte_is_detected() -> None:
         check_restored([source], wholes, ranks, turned=False)
 
 
-@pytest.mark.parametrize(
-    "shapes", [[(4096, 500)], [(700, 300), (), (5,), (1 << 15, 7), (3, 200_000), (2, 2, 17)]], ids=["one", "several"]
-)
-def test_replicas_share_work_with_real_sizes(shapes: list[tuple[int, ...]], tmp_path: Path) -> None:
+def test_replicas_share_work_with_real_sizes(tmp_path: Path) -> None:
     """Real grain and a folder: megabytes that eight replicas share, read by three ranks."""
+    shapes: list[tuple[int, ...]] = [(700, 300), (), (5,), (1 << 15, 7), (3, 200_000), (2, 2, 17)]
     wholes = [numbered((f"t{i}", -1), *shape) for i, shape in enumerate(shapes)]
     ranks = Ranks(8, {w.key: grid((8,), (None,)) for w in wholes})
     pieces = [staged(wholes, ranks, rank) for rank in range(8)]
@@ -571,17 +560,6 @@ def test_shards_match_those_of_torch(data: st.DataObject) -> None:
     check_placements(shape, mesh, alone)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (4, 2), (2, 2, 2)], ids=str)
-def test_strided_shards_match_those_of_torch(mesh: tuple[int, ...]) -> None:
-    """FSDP over TP, with sizes that any order of cuts divides equally. Control: a plain shard differs."""
-    size = 3 * math.prod(mesh)
-    strided = [_StridedShard(0, split_factor=math.prod(mesh[i + 1 :])) for i in range(len(mesh) - 1)]
-    check_placements((size, 2), mesh, [*strided, Shard(0)])
-    last = (*(n - 1 for n in mesh[:-1]), 0)
-    plain = our_part((size, 2), mesh, last, [Shard(0)] * len(mesh))
-    assert plain.tolist() != torch_part((size, 2), mesh, last, [*strided, Shard(0)]).tolist()
-
-
 @contextlib.contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
     """Make torch treat this process as one of several ranks, without communication."""
@@ -590,28 +568,6 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("shape", [(7, 5), (4, 4), (1, 3), (0, 3), (2, 9, 3)], ids=str)
-def test_pieces_of_dtensor_match_distribute_tensor(shape: tuple[int, ...]) -> None:
-    """For each rank: each piece has the numbers of its box, and uses the tensor's own memory."""
-    full = torch.arange(math.prod(shape)).reshape(shape)
-    for placements in [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Shard(1)), (Replicate(), Replicate())]:
-        seen = torch.zeros(shape, dtype=torch.int64)
-        for rank in range(6):
-            with as_rank(rank, 6):
-                mesh = init_device_mesh("cpu", (2, 3))
-                tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
-                found = of_rank(StateEntry("w", tensor), Seat(rank, 6))
-            for piece in found:
-                box = (piece.holding.offsets, piece.holding.sizes)
-                assert (piece.holding.full, piece.holding.instance) == (shape, GLOBAL)
-                assert torch.equal(piece.tensor, part(full, box))
-                assert piece.tensor.untyped_storage().data_ptr() == tensor._local_tensor.untyped_storage().data_ptr()
-                assert rank in piece.holding.replicas
-                if rank == piece.holding.replicas[0]:
-                    part(seen, box).add_(1)
-        assert (seen == 1).all()
 
 
 Held = tuple[tuple[int, ...], Any, Tensor]
@@ -633,8 +589,8 @@ def fsdp_over_tensor_parallelism(rows: int, sides: tuple[int, ...]) -> list[Held
     return found
 
 
-@pytest.mark.parametrize("sides", [(2, 2), (4, 2), (2, 3), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 9, 10, 13, 24])
+@pytest.mark.parametrize("sides", [(4, 2), (2, 3), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 9, 13])
 def test_fsdp_over_tensor_parallelism_with_uneven_sizes(sides: tuple[int, ...], rows: int) -> None:
     """FSDP cuts the shards of tensor parallelism, even with remainders: the result must match each rank's rows."""
     seen = torch.zeros(rows, dtype=torch.int64)

@@ -43,14 +43,6 @@ def test_core_alone_restores_ordinary_state(core_alone: None) -> None:
         Capture({"mine": [Quantised.of(torch.ones(4))]}).read()
 
 
-def test_core_alone_writes_the_same_layout(request: pytest.FixtureRequest) -> None:
-    state = trained(1)
-    wanted = Capture(state).read()
-    request.getfixturevalue("core_alone")
-    found = Capture(state).read()
-    assert found.layout.digest == wanted.layout.digest and found.values == wanted.values
-
-
 class Bare:
     """An object without access to its state."""
 

@@ -18,7 +18,6 @@ import ckpt
 from ckpt.core.snapshot import fill
 from ckpt.core.snapshot.fill import SlotDigests
 from ckpt.core.state.capture import Capture
-from ckpt.core.state.fingerprint import SampledPlaces
 from ckpt.core.state.tensors import as_bytes, memory_of
 from ckpt.dcp.rank_write import dense
 from ckpt.errors import SaveError, StateError
@@ -148,15 +147,6 @@ def holder(tensor: Tensor) -> nn.Module:
     return found
 
 
-def test_view_beyond_its_storage_is_refused() -> None:
-    whole = torch.ones(100)
-    view = whole[50:60]
-    whole.untyped_storage().resize_(50 * 4)
-    assert view.data_ptr(), "it has an address without storage"
-    with pytest.raises(StateError, match=f"view: .*{FREED}"):
-        Capture({"view": view}).read()
-
-
 def test_tensors_without_memory_of_their_own_are_refused() -> None:
     with pytest.raises(StateError, match=r"w: .*ZeroTensor.*clone"):
         Capture({"w": torch._efficientzerotensor((3,))}).read()  # type: ignore[attr-defined]
@@ -177,14 +167,6 @@ def test_dcp_refuses_freed_tensors_by_name() -> None:
         with pytest.raises(StateError, match=f"w: .*{FREED}"):
             dense(tensor, "w")
     assert dense(torch.ones(1).expand(5), "w").tolist() == [1.0] * 5
-
-
-def test_fingerprint_does_not_read_memory_that_was_freed() -> None:
-    tensors = [torch.ones(1 << 20), torch.ones(1 << 20)]
-    layout = Capture({"a": tensors[0], "b": tensors[1]}).read().layout
-    found = SampledPlaces(layout, [0, 1], tensors).look()
-    tensors[1].untyped_storage().resize_(0)
-    assert found.changed() == {1}
 
 
 def test_saving_leaves_storages_resizable(tmp_path: Path) -> None:

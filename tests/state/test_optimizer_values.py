@@ -12,9 +12,7 @@ from argparse import Namespace
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from decimal import Decimal
 from enum import Enum, Flag, IntEnum
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -28,9 +26,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
-from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.optim import PostLocalSGDOptimizer
 
 import ckpt
 from ckpt.core.state.capture import Capture
@@ -145,28 +141,6 @@ class OtherKeys(Base):
 
 
 @form
-class NoDicts(Base):
-    """Stores something other than a dict for each parameter."""
-
-    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
-        state: Any = self.state
-        kept = state.get(p)
-        state[p] = (torch.ones_like(p), 1) if kept is None else (kept[0] * 1.1, kept[1] + 1)
-        return 1 / (float(state[p][0].mean()) + state[p][1])
-
-
-@form
-class KeysInside(Base):
-    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
-        state = self.state[p]
-        for key in (0.9, (1, "b"), None, True, 7, torch.float16, Level.HIGH):
-            state[key] = state.get(key, torch.zeros_like(p)) + 1
-        state["nested"] = {(0, 0): {"m": torch.ones(1)}, p: state[0.9], **state.get("nested", {})}
-        assert p in state["nested"]
-        return 1 / sum(float(state[key].mean()) for key in (0.9, (1, "b"), None, torch.float16))
-
-
-@form
 class Collections(Base):
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state = self.state[p]
@@ -264,15 +238,8 @@ class EarlyHelper(Base):
 
 
 @form
-class Generators(Base):
-    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
-        made = self.state[p].setdefault("generator", torch.Generator().manual_seed(3))
-        return float(torch.rand((), generator=made))
-
-
-@form
 class OtherGenerators(Base):
-    """Creates Python and numpy generators in the first step. One of them belongs to all parameters."""
+    """Creates generators of torch, numpy and Python in the first step. Some belong to all parameters."""
 
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state = self.state[p]
@@ -282,7 +249,8 @@ class OtherGenerators(Base):
         state["python"] = shared
         state["old"] = old = group.setdefault("old", np.random.RandomState(2))
         numpy = sum(made.normal() for made in state.values() if isinstance(made, np.random.Generator))
-        return float(numpy + shared.random() + shared.gauss() + old.randn())
+        of_torch = torch.rand((), generator=state.setdefault("torch", torch.Generator().manual_seed(3)))
+        return float(numpy + shared.random() + shared.gauss() + old.randn() + of_torch)
 
 
 @form
@@ -298,19 +266,6 @@ class Namespaces(Base):
 
 
 @form
-class OddValues(Base):
-    settings = {"steps": range(2, 9), "part": slice(0, 3), "path": Path("a")}  # noqa: RUF012
-
-    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
-        state = self.state[p]
-        state["third"] = state.get("third", Fraction(1, 3)) / 3
-        state["exact"] = state.get("exact", Decimal("1.50")) * 3
-        state.setdefault("bytes", bytearray()).append(len(state["bytes"]) + 1)
-        state["range"], state["slice"] = range(len(state["bytes"])), slice(len(state["bytes"]), None)
-        return 1 / (float(state["third"] + 1) + float(state["exact"]) + sum(state["bytes"]) + len(state["range"]))
-
-
-@form
 class Expanded(Base):
     """Stores a row, and an expanded view of it."""
 
@@ -323,16 +278,6 @@ class Expanded(Base):
         state["row"].add_(1)
         assert state["more"][0].shape == (3, 4, 2, 5)
         return 1 / (float(state["row"].sum() if p.dim() == 1 else state["view"].sum()) + float(state["more"][0].sum()))
-
-
-@form
-class OddNumbers(Base):
-    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
-        state = self.state[p]
-        state["n"] = state.get("n", np.float32(0)) + np.float32(1)
-        state["list"] = [*state.get("list", ()), (torch.ones(1), {"x": [float(state["n"])]})]
-        state["inf"] = math.inf
-        return 1 / (float(state["n"]) + len(state["list"]))
 
 
 def made(kind: Callable[[Any], Any], seed: int, dtype: torch.dtype = torch.float32) -> State:
@@ -378,7 +323,6 @@ def continues_alike(make: Callable[[int], State]) -> tuple[State, State]:
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_optimizer_continues_exactly_after_restore(kind: str) -> None:
-    """Every form of state and settings returns with its type, in a new optimizer and in one that has stepped."""
     continues_alike(lambda seed: made(FORMS[kind], seed))
 
 
@@ -496,10 +440,6 @@ class Deleting(Projector):
         pass
 
 
-class Dice(random.Random):
-    pass
-
-
 class Locked:
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -519,11 +459,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda p: defaultdict(list),
         r": .*defaultdict cannot be saved: its class has its own __new__",
     ),
-    "generator of another class": (lambda p: Dice(1), r": .*created this .*Dice during the training"),
     "late object that can only be filled": (lambda p: Counting(), r": .*created this .*Counting during the training"),
-    "late function": (lambda p: halved, r": .*created this builtins\.function during the training"),
     "member of a local enum": (lambda p: local_member(), r": .*cannot find this class by its name.*top level"),
-    "set of objects": (lambda p: {Projector(p)}, r": the key .*Projector.* cannot be saved"),
 }
 
 
@@ -578,14 +515,9 @@ def test_state_of_foreign_tensor_is_rejected_at_start(tmp_path: Path) -> None:
     [
         ("Helpers", '"Projector"', '"Missing"', r"no such class: import test_optimizer_values"),
         ("Helpers", f'"{__name__}", "Projector"', '"threading", "Thread"', r"cannot be created again"),
-        ("Helpers", f'"{__name__}", "Projector"', '"os", "_wrap_close"', r"cannot be created again"),
-        ("Settings", '"FAST"', '"GONE"', r"Mode has no member 'GONE'"),
-        ("Settings", '"Mode"', '"Projector"', r"is not an Enum"),
-        ("Settings", '"Limits"', '"Mode"', r"is not a named tuple"),
         ("Settings", f'"{__name__}.halved"', '"os.system"', r"opt\.param_groups\.0\.fn was 'os\.system'"),
         ("Settings", '"float64"', '"system"', r"not a torch\.dtype"),
         ("Expanded", "[[1, 4], [3, 5]]", "[[9, 4], [3, 5]]", r"cannot be expanded by"),
-        ("OtherGenerators", '"numpy.PCG64"', '"numpy.seed"', r"unknown kind of generator"),
         ("EarlyHelper", '"state": {"count"', '"stale": {"count"', r"has no contents of the object"),
         ("SharedHelper", '"v": "net.0.weight"', '"v": "net.9.weight"', r"refers to a parameter 'net\.9\.weight'"),
     ],
@@ -604,21 +536,6 @@ def test_object_of_forged_checkpoint_is_never_created(kind: str, old: str, new: 
     with pytest.raises((MismatchError, CorruptError), match=error):
         saved.restore(twin)
     assert all(torch.equal(a, b) for a, b in zip(weights(twin), before, strict=True))
-
-
-def test_different_helpers_of_ranks_are_rejected_on_resize() -> None:
-    """With the same number of ranks, each restores its own."""
-    from ckpt.core.format.values import SavedNode, joined
-
-    def node(names: list[str], more: list[Any]) -> SavedNode:
-        facts = {"params": [names], "with_state": []}
-        return SavedNode(("opt",), "optimizer", facts, {"groups": [{}], "state": [], "more": more}, ())
-
-    own = [{"param": "a"}, 1]
-    found = joined(
-        [node(["a"], [own, [{"key": "g"}, 5]]), node(["a", "b"], [[{"param": "a"}, 2], [{"param": "b"}, 3]])]
-    )
-    assert found.values["more"] == [own, [{"key": "g"}, 5], [{"param": "b"}, 3]]
 
 
 # -- optimizers with more entries in state_dict() --
@@ -682,28 +599,6 @@ class Momentum(torch.optim.Optimizer):
                 p.copy_(p.float() - group["lr"] * update)
 
 
-class Subclass(Momentum):
-    """An optimizer with its own entry in its state_dict()."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.ema = 0.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.ema += 0.25
-        for group in self.param_groups:
-            group["lr"] = 0.01 / (1 + self.ema)
-        return super().step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "ema": self.ema}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.ema = state_dict["ema"]
-        super().load_state_dict(state_dict)
-
-
 def hooked(params: Any) -> torch.optim.Optimizer:
     """Return an optimizer of torch with hooks that add an entry and remove it."""
     inner = Momentum(params)
@@ -721,16 +616,6 @@ def hooked(params: Any) -> torch.optim.Optimizer:
 
     inner.register_load_state_dict_pre_hook(take)
     return inner
-
-
-class Averager(ModelAverager):
-    def __init__(self) -> None:
-        self.step = 0
-
-    def average_parameters(self, params: Any) -> None:  # type: ignore[override]
-        self.step += 1
-        for group in params:
-            group["lr"] = 0.01 / self.step
 
 
 @pytest.mark.parametrize("here", [torch.float64, torch.float32])
@@ -751,13 +636,8 @@ def test_tensor_among_the_settings_has_the_saved_dtype(here: torch.dtype) -> Non
 WRAPPED: dict[str, Callable[[Any], Any]] = {
     "forwarding": lambda p: Forwarding(Momentum(p)),
     "nesting": lambda p: Nesting(Momentum(p)),
-    "subclass": Subclass,
     "hooked": hooked,
-    "twice": lambda p: Nesting(Forwarding(Momentum(p))),
-    "in accelerate": lambda p: AcceleratedOptimizer(Forwarding(Momentum(p))),
     "accelerate": lambda p: AcceleratedOptimizer(Momentum(p)),
-    "of torch.distributed": lambda p: PostLocalSGDOptimizer(Momentum(p), Averager()),
-    "around text keys": lambda p: Forwarding(TextKey(p)),
 }
 
 
@@ -769,12 +649,10 @@ def accelerator() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_entries_of_state_dict_survive_next_to_exact_moments(kind: str, dtype: torch.dtype) -> None:
+def test_entries_of_state_dict_survive_next_to_exact_moments(kind: str) -> None:
     """No entry of a state_dict() is lost, and moments keep a dtype that PyTorch's own loader would cast."""
-
-    state, twin = continues_alike(lambda seed: made(WRAPPED[kind], seed, dtype))
+    state, twin = continues_alike(lambda seed: made(WRAPPED[kind], seed, torch.bfloat16))
     dtypes = [
         [value.dtype for held in one["opt"].state.values() for value in held.values() if isinstance(value, Tensor)]
         for one in (state, twin)
@@ -809,23 +687,6 @@ class DerivesInSetstate(Deriving):
         self.count = self.param_groups[0].get("t", 0)
 
 
-class MakesStateInLoader(Momentum):
-    """Stores fp32 moments, which its loader casts, and a sum of them that its loader creates."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            group["lr"] = 0.01 / (1 + sum(float(state["n"]) for state in self.state.values() if "n" in state))
-        for state in self.state.values():
-            state["n"] = state.get("n", 0) + 1
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            state["m"], state["made"] = state["m"].float(), True
-            state["n"] += 10
-
-
 def derives_in_hooks(params: Any) -> torch.optim.Optimizer:
     """Return an optimizer whose hooks write the count into the groups before a save, and read it from there."""
     opt: Any = torch.optim.Adam(params)
@@ -842,22 +703,10 @@ def derives_in_hooks(params: Any) -> torch.optim.Optimizer:
     return made
 
 
-def derives_before_loading(params: Any) -> torch.optim.Optimizer:
-    opt = Deriving(params)
-
-    def take(opt: Any, state: dict[str, Any]) -> None:
-        opt.count = state["param_groups"][0].get("t", 0)
-
-    opt.register_load_state_dict_pre_hook(take)
-    return opt
-
-
 DERIVING: dict[str, Callable[[Any], Any]] = {
     "loader": DerivesInLoader,
     "__setstate__": DerivesInSetstate,
     "hooks": derives_in_hooks,
-    "hook before": derives_before_loading,
-    "forwarding": lambda p: AcceleratedOptimizer(DerivesInLoader(p)),
     "hooks inside": lambda p: AcceleratedOptimizer(derives_in_hooks(p)),
 }
 
@@ -866,19 +715,6 @@ DERIVING: dict[str, Callable[[Any], Any]] = {
 def test_optimizer_with_derived_state_continues_exactly(kind: str) -> None:
     """Changes that its hooks, its loader or its __setstate__() make to saved state are made after a restore too."""
     continues_alike(lambda seed: made(DERIVING[kind], seed))
-
-
-def test_loader_keeps_exact_moments_and_own_changes() -> None:
-    """fp32 moments of bf16 weights keep their bits, though the loader casts them. Other changes of the loader stay."""
-    state, twin = (made(MakesStateInLoader, seed, torch.bfloat16) for seed in (0, 1))
-    shared = state["opt"].param_groups[0]["params"][0]
-    state["opt"].param_groups[0]["anchor"] = shared
-    train(state, range(3))
-    Saved(Capture(state).read()).restore(twin)
-    for one, other in zip(state["opt"].state.values(), twin["opt"].state.values(), strict=True):
-        assert other["m"].dtype == torch.float32 and torch.equal(one["m"], other["m"])
-        assert (other["made"], other["n"]) == (True, one["n"] + 10)
-    assert twin["opt"].param_groups[0]["anchor"] is twin["opt"].param_groups[0]["params"][0]
 
 
 def halved_moments(params: Any) -> torch.optim.Optimizer:
@@ -894,30 +730,9 @@ def halved_moments(params: Any) -> torch.optim.Optimizer:
     return opt
 
 
-def quantized_moments(params: Any) -> torch.optim.Optimizer:
-    """The same in 8 bits, as in 8-bit checkpoints, with the scales in other entries."""
-    opt = torch.optim.SGD(params, 0.1, momentum=0.9)
-
-    def pack(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
-        rows = {}
-        for i, row in state["state"].items():
-            scale = row["momentum_buffer"].abs().max() / 127
-            rows[i] = {"momentum_buffer": (row["momentum_buffer"] / scale).round().to(torch.int8), "scale": scale}
-        return {**state, "state": rows}
-
-    def unpack(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
-        rows = {i: {"momentum_buffer": row["momentum_buffer"] * row["scale"]} for i, row in state["state"].items()}
-        return {**state, "state": rows}
-
-    opt.register_state_dict_post_hook(pack)
-    opt.register_load_state_dict_pre_hook(unpack)
-    return opt
-
-
-@pytest.mark.parametrize("kind", [halved_moments, quantized_moments])
-def test_moments_stay_exact_if_the_state_dict_rounds_them(kind: Callable[[Any], Any]) -> None:
+def test_moments_stay_exact_if_the_state_dict_rounds_them() -> None:
     """They are saved as they are in memory, and the loader gets them rounded."""
-    state, twin = continues_alike(lambda seed: made(kind, seed))
+    state, twin = continues_alike(lambda seed: made(halved_moments, seed))
     for one, other in zip(state["opt"].state.values(), twin["opt"].state.values(), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
@@ -961,8 +776,6 @@ class Holding(torch.optim.Optimizer):
 HOLDS: dict[str, tuple[Callable[[list[torch.optim.Optimizer]], State], str]] = {
     "attributes": (lambda inner: {"a": inner[0], "b": inner[1]}, r"\.a"),
     "list": (lambda inner: {"inner": inner}, r"\.inner\[0\]"),
-    "tuple": (lambda inner: {"inner": tuple(inner)}, r"\.inner\[0\]"),
-    "dict": (lambda inner: {"inner": {"a": inner[0], "b": inner[1]}}, r"\.inner\['a'\]"),
     "lists in a dict": (lambda inner: {"inner": {"a": [inner[0]], "b": [inner[1]]}}, r"\.inner\['a'\]\[0\]"),
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.core.checkpoint import read
+import inside
 from ckpt.core.format.boxes import Seat
 from ckpt.core.state.capture import Capture
 from ckpt.errors import MismatchError, StateError
@@ -33,12 +33,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         [ckpt.state.Shard(FULL[:12], (4, 5), start=0), ckpt.state.Shard(FULL[8:], (4, 5), start=8)],
         "s.w: two pieces of this rank claim the same elements",
     ),
-    "the same box twice": (
-        [ckpt.state.Shard(FULL, (20,)), ckpt.state.Shard(FULL.clone(), (20,))],
-        "claim the same elements",
-    ),
     "run out of range": (ckpt.state.Shard(FULL, (4, 5), start=1), "elements 1 to 21 are out of range: there are 20"),
-    "negative start": (ckpt.state.Shard(FULL, (4, 5), start=-1), "elements -1 to 19 are out of range"),
     "box out of range": (
         ckpt.state.Shard(FULL.view(4, 5), (4, 6), (0, 2)),
         "a box of [4, 5] at [0, 2] is out of range",
@@ -61,9 +56,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         ckpt.state.Shard(FULL, (20,), replicas=(1,)),
         "replicas=[1] must be ranks of [0, 1]",
     ),
-    "replicas beyond the ranks": (ckpt.state.Shard(FULL, (20,), replicas=(0, 2)), "replicas=[0, 2] must be ranks of"),
     "no shard": ([FULL], "must be a str, and its value a Shard or a list of them"),
-    "sparse": (ckpt.state.Shard(FULL.to_sparse(), (20,)), "s.w: this tensor is torch.sparse_coo"),
 }
 
 
@@ -119,7 +112,7 @@ def test_two_names_of_one_shard_are_tied(run_dir: str) -> None:
         cp.save(1).wait_durable()
         flat.zero_()
         assert cp.restore() == 1 and flat.tolist() == [*range(20)]
-    assert stored(Path(run_dir)) == 80
+    assert sum(inside.bytes_by_rank(run_dir)) == 80
     assert torch.equal(ckpt.load(run_dir)["s.tied"], flat.view(4, 5))
     with ckpt.Checkpointer(
         {"s": ckpt.state.Shards({"w": ckpt.state.Shard(flat, (4, 5), start=0)})}, run_dir + "2"
@@ -177,19 +170,6 @@ def test_another_shape_is_a_mismatch_and_changes_nothing(run_dir: str) -> None:
     assert not other.any()
 
 
-def stored(run: Path) -> int:
-    """Return the bytes of tensors in the newest checkpoint."""
-
-    async def load() -> read.Manifests:
-        log = await read.open_run(str(run))
-        try:
-            return await read.load_all(log.store, read.choose(log))
-        finally:
-            await log.store.aclose()
-
-    return sum(file.size - file.header_size for part in read.run(load()).manifests for file in part.files)
-
-
 def lines(done: list[Any]) -> list[list[dict[str, Any]]]:
     for process in done:
         assert process.returncode == 0, process.stderr[-4000:]
@@ -197,24 +177,23 @@ def lines(done: list[Any]) -> list[list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Return runs by the number of ranks that saved them."""
-    return {}
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run that two ranks saved."""
+    run = tmp_path_factory.mktemp("shards") / "run"
+    lines(launch(2, MAIN, "save", run, port=free_port()))
+    return run
 
 
-@pytest.mark.parametrize(("world", "to"), [(2, 2), (2, 1), (2, 3), (3, 2), (4, 3), (1, 4)])
-def test_every_sharding_restores_on_any_ranks(
-    world: int, to: int, saved: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Runs, boxes with gaps, several pieces per name, replicas, and ranks without a piece restore bit for bit.
-    Each element is saved once, and whole tensors can be loaded."""
-    if world not in saved:
-        saved[world] = tmp_path_factory.mktemp("shards") / "run"
-        lines(launch(world, MAIN, "save", saved[world], port=free_port()))
-        assert stored(saved[world]) == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
-    for one in lines(launch(to, MAIN, "load", saved[world], port=free_port())):
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_sharding_restores_on_any_ranks(world: int, saved: Path) -> None:
+    """Runs, boxes with gaps, several pieces per name, replicas, and ranks without a piece restore bit for bit."""
+    for one in lines(launch(world, MAIN, "load", saved, port=free_port())):
         assert one == [{"step": 3, "wrong": [], "restored": [True]}]
-    loaded = ckpt.load(str(saved[world]), step=3)
+
+
+def test_shards_are_saved_once_and_load_whole(saved: Path) -> None:
+    assert sum(inside.bytes_by_rank(saved)) == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    loaded = ckpt.load(saved, step=3)
     assert all(torch.equal(loaded[f"s.{name}"], whole) for name, whole in wholes(3).items())
 
 

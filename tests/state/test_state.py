@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
-from ckpt.core.format.saved_state import SavedState as SavedState
 from ckpt.core.state import nodes
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.tensors import DTYPE_NAME
-from ckpt.errors import MismatchError, StateError
+from ckpt.errors import StateError
 from inside import Saved
-from toy_states import Loader, State, differences, fill, freeze, raw
+from toy_states import Loader, State, differences, freeze, raw
 
 # -- the oracle --
 
@@ -48,50 +47,6 @@ def backward(module: nn.Module, *shape: int) -> None:
 # -- tensors --
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPE_NAME, key=str), ids=str)
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_every_dtype_and_stride_restores_exactly(dtype: torch.dtype) -> None:
-    """Any dtype, 0-d, empty, transposed, channels_last and sliced: bytes, dtype and shape are equal."""
-
-    def build(seed: int) -> State:
-        def make(*shape: int, k: int = 0) -> Tensor:
-            return fill(torch.empty(shape, dtype=dtype), 100 * seed + k)
-
-        whole = make(6, 8, k=5)
-        image = torch.empty(2, 3, 4, 5, dtype=dtype, memory_format=torch.channels_last)
-        return {
-            "scalar": make(k=1),
-            "empty": make(0, 3),
-            "empty_sliced": make(0, k=6)[::2],
-            "single_sliced": make(2, k=7)[::2],
-            "flat": make(7, k=2),
-            "transposed": make(3, 5, k=3).t(),
-            "channels_last": image.copy_(make(2, 3, 4, 5, k=4)),
-            "sliced": whole[::2, 1:],
-            "offset": whole[1:2, :1],
-        }
-
-    state, twin = build(1), build(2)
-    strides = {name: tensor.stride() for name, tensor in twin.items()}
-    check_twin(state, twin)
-    assert {name: tensor.stride() for name, tensor in twin.items()} == strides
-
-
-def test_views_of_one_tensor_stay_views() -> None:
-    """Two names for one memory are saved once, and share memory in a twin that shares; `.T` is exact too."""
-
-    def build(seed: int) -> State:
-        torch.manual_seed(seed)
-        one = torch.randn(4, 4)
-        return {"a": one, "b": one, "view": one[:], "t": one.t(), "row": one[1]}
-
-    state, twin = build(0), build(1)
-    layout = Capture(state).read().layout
-    assert layout.aliases == {"b": "a", "view": "a"}
-    check_twin(state, twin)
-    assert twin["a"].data_ptr() == twin["b"].data_ptr() == twin["view"].data_ptr()
-
-
 def test_conjugated_and_negated_views_restore_exactly() -> None:
     """Lazy conj and neg bits are part of the value, in the source and in the target."""
     lazy = torch.randn(3, dtype=torch.complex64).conj()
@@ -113,13 +68,10 @@ class Subclass(Tensor):
 
 REFUSED: dict[str, Callable[[], Tensor]] = {
     "sparse": lambda: torch.eye(3).to_sparse(),
-    "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
     "meta": lambda: torch.empty(3, device="meta"),
     "expanded": lambda: torch.ones(1, 3).expand(2, 3),
-    "overlapping": lambda: torch.arange(10.0).as_strided((3, 3), (1, 1)),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     "subclass": lambda: torch.ones(3).as_subclass(Subclass),
 }
 
@@ -176,14 +128,6 @@ def test_containers_of_every_kind_are_updated_in_place(kind: str) -> None:
         assert twin["p"]["x"][0] is live[0]
 
 
-def test_containers_that_cannot_be_updated_in_place_are_replaced() -> None:
-    """A deque with another length limit, and a bytearray with an exported buffer."""
-    state, twin = ({"p": {"q": deque([1], n), "b": bytearray(n)}} for n in (3, 4))
-    with memoryview(twin["p"]["b"]):  # type: ignore[arg-type]
-        Saved(Capture(state).read()).restore(twin)
-    assert twin == state and twin["p"]["q"].maxlen == 3  # type: ignore[union-attr]
-
-
 # -- modules --
 
 
@@ -210,18 +154,6 @@ def test_module_is_saved_like_its_state_dict() -> None:
     assert layout.aliases == {"m.head.weight": "m.embed.weight"}
     check_twin(state, twin)
     assert twin["m"].head.weight is twin["m"].embed.weight
-
-
-@pytest.mark.parametrize(("saved", "here"), [(True, False), (False, True)])
-@pytest.mark.parametrize("custom", [False, True])
-def test_tying_must_be_the_same_on_both_sides(saved: bool, here: bool, custom: bool) -> None:
-    """A tied checkpoint does not restore into an untied model, or the reverse, and nothing changes."""
-    kind = CustomTied if custom else Tied
-    twin: State = {"m": kind(here)}
-    before = freeze(twin)
-    with pytest.raises(MismatchError, match=r"one tensor.*(when they were saved|here)"):
-        Saved(Capture({"m": kind(saved)}).read()).restore(twin)
-    assert differences(freeze(twin), before) == []
 
 
 class CustomTied(Tied):
@@ -273,23 +205,6 @@ def test_modules_with_custom_state_restore_exactly(kind: Callable[[], nn.Module]
     check_twin(state, {"m": nn.Sequential(kind())})
 
 
-def test_frozen_and_gradless_parameters_restore() -> None:
-    """Frozen parameters and parameters without gradients are saved like all others."""
-
-    def build(seed: int) -> State:
-        torch.manual_seed(seed)
-        model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3), "frozen": nn.Linear(3, 3)})
-        model["frozen"].requires_grad_(False)
-        optim = torch.optim.AdamW(model.parameters())
-        backward(model["used"], 2, 3)
-        optim.step()
-        return {"model": model, "optim": optim}
-
-    state = build(0)
-    assert len(state["optim"].state) == 2  # of six
-    check_twin(state, build(1))
-
-
 def test_frozen_parameters_may_be_unfrozen() -> None:
     """Names of optimizer state do not depend on which parameters are frozen."""
 
@@ -329,22 +244,12 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int) -> Callabl
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam_amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
-    "adamw_foreach": lambda p: torch.optim.AdamW(p, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, fused=True),
     "adam_tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2)),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=5),
     "lbfgs_wolfe": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
     "adagrad": lambda p: torch.optim.Adagrad(p),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "adamax": lambda p: torch.optim.Adamax(p),
-    "asgd": lambda p: torch.optim.ASGD(p),
-    "nadam": lambda p: torch.optim.NAdam(p),
-    "radam": lambda p: torch.optim.RAdam(p),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
-    "rprop": lambda p: torch.optim.Rprop(p),
     "adafactor": lambda p: torch.optim.Adafactor(p),
 }
 
@@ -371,112 +276,23 @@ def test_optimizers_restore_exactly(name: str) -> None:
     assert differences(freeze(twin), freeze(state)) == []
 
 
-def test_moments_keep_their_own_dtype() -> None:
-    """Float32 moments of bfloat16 parameters are not cast, although PyTorch's own loader would."""
-
-    def build(seed: int, stepped: bool) -> State:
-        torch.manual_seed(seed)
-        model = nn.Linear(4, 4).bfloat16()
-        optim = torch.optim.AdamW(model.parameters())
-        if stepped:
-            for p in model.parameters():
-                optim.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.randn(p.shape), "note": "mine"}
-        return {"model": model, "optim": optim}
-
-    twin = build(1, False)
-    check_twin(build(0, True), twin)
-    moments = [s["exp_avg"].dtype for s in twin["optim"].state.values()]
-    assert moments == [torch.float32] * 2
-    control = build(1, False)
-    control["optim"].load_state_dict(build(0, True)["optim"].state_dict())
-    assert [s["exp_avg"].dtype for s in control["optim"].state.values()] == [torch.bfloat16] * 2
-
-
-class LateState(torch.optim.Optimizer):
-    """Has None where a tensor comes later, and tensors inside lists and dicts."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "limits": {"low": 0.5, 1: [torch.zeros(2)]}})
-
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            state["n"] = state.get("n", 0) + 1
-            state.setdefault("late", None)
-            if state["n"] >= 2:
-                state["late"] = torch.full_like(p, state["n"])
-                state["parts"] = [state["late"] * 2, {"x": torch.ones(2) * state["n"]}]
-
-
-@pytest.mark.parametrize("watched", [False, True])
-def test_state_that_was_none_may_become_a_tensor(watched: bool) -> None:
-    """It returns into new and used optimizers, whether or not it was captured while it was None."""
-
-    def build(seed: int, steps: int) -> tuple[State, Capture]:
-        torch.manual_seed(seed)
-        p = nn.Parameter(torch.randn(3))
-        state: State = {"p": p, "optim": LateState([p])}
-        capture = Capture(state)
-        for _ in range(steps):
-            state["optim"].step()
-            if watched:
-                capture.read()
-        return state, capture
-
-    for twin_steps in (0, 1, 2, 5):
-        state, capture = build(0, 3)
-        wanted = freeze(state)
-        twin, _ = build(1, twin_steps)
-        Saved(capture.read()).restore(twin)
-        assert differences(freeze(twin), wanted) == []
-
-
-def test_parameter_groups_and_unnamed_parameters_restore() -> None:
-    """Groups have their own settings; parameters outside of modules are named by position."""
-
-    def build(seed: int) -> State:
-        torch.manual_seed(seed)
-        loose = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 2))]
-        model = nn.Linear(3, 3)
-        groups = [{"params": loose, "lr": 0.5 + seed}, {"params": list(model.parameters()), "weight_decay": 0.25}]
-        optim = torch.optim.AdamW(groups)
-        for p in [*loose, *model.parameters()]:
-            p.grad = torch.randn_like(p)
-        optim.step()
-        return {"optim": optim, "model": model, "unrelated": (1, 2.5, None)}
-
-    state = build(0)
-    names = set(Capture(state).read().layout.by_name)
-    assert {"optim.state.0.1.exp_avg", "optim.state.model.weight.exp_avg"} <= names
-    optimizers, models = copy.deepcopy(freeze(state["optim"])), freeze(state["model"])
-    twin = build(1)
-    Saved(Capture(state).read()).restore(twin)
-    assert differences(freeze(twin["optim"]), optimizers) == [] == differences(freeze(twin["model"]), models)
-
-
 # -- everything else --
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
-    "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-    "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
-    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.5),
     "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
-    "polynomial": lambda o: torch.optim.lr_scheduler.PolynomialLR(o),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore")
 def test_schedulers_restore_exactly(name: str) -> None:
-    """Every scheduler of PyTorch returns with its learning rate, and its next steps are the same."""
+    """A scheduler of PyTorch returns with its learning rate, and its next steps are the same."""
 
     def build(steps: int) -> State:
         torch.manual_seed(steps)
@@ -502,8 +318,6 @@ def test_schedulers_restore_exactly(name: str) -> None:
 
 
 def test_generators_scalers_and_loaders_restore() -> None:
-    """Every generator returns the same next numbers; a GradScaler and a data loader return their state."""
-
     def build(seed: int) -> State:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + seed))
         return {
@@ -579,38 +393,11 @@ def test_clashing_names_are_rejected(state: State) -> None:
         Capture(state).read()
 
 
-def test_same_object_twice_is_rejected() -> None:
-    """Restoring it twice would be ambiguous; the error names both paths."""
-    model = nn.Linear(2, 2)
-    with pytest.raises(StateError, match=r"b\.0 is the same object as a"):
-        Capture({"a": model, "b": [model]})
-
-
 @pytest.mark.parametrize("state", [[nn.Linear(1, 1)], None, nn.Linear(1, 1), OrderedDict()], ids=lambda s: type(s))
 def test_state_must_be_a_dict(state: Any) -> None:
     """Anything else is rejected with an example."""
     with pytest.raises(StateError, match="must be a dict"):
         Capture(state)
-
-
-def test_wrong_values_name_their_path() -> None:
-    """This holds for plain values, group settings, optimizer state and values of objects."""
-    p = nn.Parameter(torch.ones(1))
-    optim = torch.optim.SGD([{"params": [p], "odd": iter(())}], lr=0.1)
-    with pytest.raises(StateError, match=r"optim\.param_groups\.0\.odd"):
-        Capture({"optim": optim}).read()
-    with pytest.raises(StateError, match=r"loader\.x"):
-        Capture({"loader": Loader({"x": object()})}).read()
-    with pytest.raises(StateError, match=r"a\.0\.b"):
-        Capture({"a": [{"b": object()}]}).read()
-    with pytest.raises(StateError, match="neither str nor int"):
-        Capture({"a": {1.5: nn.Linear(1, 1)}}).read()
-    with pytest.raises(StateError, match="use a list"):
-        Capture({"a": (nn.Linear(1, 1), 1)}).read()
-    optim = torch.optim.SGD([p], lr=0.1)
-    optim.state[p]["odd"] = object()
-    with pytest.raises(StateError, match=r"optim\.state\.p\.odd"):
-        Capture({"p": p, "optim": optim}).read()
 
 
 def test_state_containing_itself_is_rejected() -> None:
@@ -697,28 +484,19 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "group added": add_group,
     "weights untied": untie,
     "buffer replaced": lambda s: setattr(s["model"].body[1], "running_mean", torch.ones(4)),
-    "buffer added": lambda s: s["model"].register_buffer("late", torch.ones(2)),
     "module added": lambda s: s["model"].add_module("late", nn.Linear(2, 2)),
     "module replaced": lambda s: s["model"].body.__setitem__(1, nn.BatchNorm1d(4)),
     "whole module replaced": lambda s: s.__setitem__("heads", [nn.Linear(3, 3), s["heads"][1]]),
-    "whole module replaced in a list": lambda s: s["heads"].__setitem__(0, nn.Linear(3, 3)),
     "stateful replaced": lambda s: s.__setitem__("loader", Loader({"y": torch.ones(5)})),
     "entry added": lambda s: s.__setitem__("late", torch.ones(2)),
     "entry removed": lambda s: s.pop("loose"),
-    "entry renamed": lambda s: s.__setitem__("tight", s.pop("loose")),
-    "module removed": lambda s: s["heads"].pop(),
     "data swapped": lambda s: set_data(s, torch.ones(4, 4) * 3),
     "data reshaped in place": lambda s: set_data(s, s["model"].body[0].weight.data.view(2, 8)),
     "data transposed in place": lambda s: set_data(s, s["model"].body[0].weight.data.t()),
-    "data of another dtype": lambda s: set_data(s, s["model"].body[0].weight.data.view(torch.int32).float()),
     "data swapped and freed": lambda s: (set_data(s, torch.empty(0)), set_data(s, torch.ones(2, 8))),
     "moment transposed in place": lambda s: moment(s).t_(),
-    "moment set to another view": lambda s: setattr(moment(s), "data", moment(s).data.t()),
-    "moment shrunk in its memory": lambda s: moment(s).resize_(3),
     "moment set within its storage": lambda s: moment(s).set_(moment(s).untyped_storage(), 0, (2, 2), (1, 2)),
     "moment negated by its view": lambda s: setattr(moment(s), "data", torch._neg_view(moment(s).data)),
-    "data negated by its view": lambda s: set_data(s, torch._neg_view(s["model"].body[0].weight.data)),
-    "optimizer state added": lambda s: s["optim"].state[s["model"].embed.weight].update(late=torch.ones(2)),
     "optimizer state replaced": lambda s: next(iter(s["optim"].state.values())).update(step=torch.tensor(9.0)),
     "optimizer states exchanged": exchange_states,
     "optimizer states in another order": reorder_states,
@@ -726,15 +504,13 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "optimizer state cleared": lambda s: s["optim"].state.clear(),
     "optimizer state loaded": lambda s: s["optim"].load_state_dict(copy.deepcopy(s["optim"].state_dict())),
     "loose shape": lambda s: s["loose"].update(t=torch.ones(4)),
-    "loose dtype": lambda s: s["loose"].update(t=torch.ones(3).double()),
     "loose alias": lambda s: s["loose"].update(t2=s["loose"]["t"]),
-    "loose array": lambda s: s["loose"].update(a=np.zeros(5)),
     "loader": lambda s: s["loader"].state.update(y=torch.ones(1)),
     "custom module": lambda s: s["custom"].extra.update(tensor=torch.ones(9)),
 }  # fmt: skip
 
 
-ANOTHER = ("weights untied", "loose shape", "loose dtype", "loose alias", "data reshaped in place", "group added")
+ANOTHER = ("weights untied", "loose shape", "loose alias", "data reshaped in place", "group added")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -752,7 +528,7 @@ def test_every_structural_change_is_detected(change: str) -> None:
     assert [raw(t) for t in kept.tensors] == [raw(t) for t in fresh.tensors]
     for spec, tensor in zip(kept.layout.tensors, kept.tensors, strict=True):
         assert (spec.shape, spec.dtype) == (tuple(tensor.shape), DTYPE_NAME[tensor.dtype])
-    assert kept.values == fresh.values or change == "never"
+    assert kept.values == fresh.values
     assert capture.read().layout is kept.layout
 
 
@@ -764,7 +540,7 @@ def test_forms_are_compared_without_torch_guards(change: str, monkeypatch: pytes
     test_every_structural_change_is_detected(change)
 
 
-@pytest.mark.parametrize("number", [0, 255, 256, 599])
+@pytest.mark.parametrize("number", [255, 256])
 def test_one_change_among_many_tensors_is_detected(number: int) -> None:
     """Tensors are checked in batches; the memory and form of each one count."""
     params = [nn.Parameter(torch.randn(2, 2)) for _ in range(600)]
@@ -793,16 +569,6 @@ def test_conjugate_view_is_another_tensor() -> None:
     capture.read()
     buffer.w.data = buffer.w.data.conj()
     assert [raw(t) for t in capture.read().tensors] == [raw(t) for t in Capture({"m": buffer}).read().tensors]
-
-
-def test_reshaped_parameter_of_optimizer_is_detected() -> None:
-    """For example fp32 master weights, like moments."""
-    weight = nn.Parameter(torch.arange(16.0).view(4, 4))
-    state: State = {"optim": torch.optim.SGD([weight])}
-    capture = Capture(state)
-    capture.read()
-    weight.data = weight.data.t()
-    assert [raw(t) for t in capture.read().tensors] == [raw(t) for t in Capture(state).read().tensors]
 
 
 def test_only_optimizer_owned_tensors_are_guarded() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, time
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -17,51 +19,18 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
-from ckpt.core.format.values import decode, encode
+from ckpt.core.format.values import decode
 from ckpt.core.state.capture import Capture
 from ckpt.errors import CorruptError, StateError
 from inside import Saved
 from toy_states import Loader, freeze
-
-try:
-    import ml_dtypes
-except ImportError:  # rarely installed
-    ml_dtypes = None
 
 
 class Text(str):
     __slots__ = ()
 
 
-class Number(float):
-    pass
-
-
-class Count(int):
-    pass
-
-
-class Raw(bytes):
-    pass
-
-
 class Dict(dict):  # type: ignore[type-arg]
-    pass
-
-
-class List(list):  # type: ignore[type-arg]
-    pass
-
-
-class Share(Fraction):
-    pass
-
-
-class Folder(type(Path())):  # type: ignore[misc]
-    pass
-
-
-class Moment(datetime):
     pass
 
 
@@ -93,47 +62,25 @@ Point = namedtuple("Point", "x y")
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "masked array": lambda: np.ma.masked_array([1.0, 2.0], mask=[0, 1]),
-    "masked constant": lambda: np.ma.masked,
-    "matrix": lambda: np.asmatrix([[1, 2]]),
-    "recarray": lambda: np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", float)]),
-    "recarray without fields": lambda: np.zeros(3).view(np.recarray),
-    "chararray": lambda: np.char.array(["a", "b"]),
     "subclass of ndarray": lambda: np.zeros(3).view(Array),
     "structured": lambda: np.zeros(2, [("a", "<i4"), ("b", "<f4")]),
-    "structured scalar": lambda: np.zeros(2, [("a", "<i4")])[0],
     "strings of any length": lambda: np.array(["a"], np.dtypes.StringDType()),
     "objects": lambda: np.array([None, 1]),
     "dtype with metadata": lambda: np.zeros(2, np.dtype("<f4", metadata={"unit": "m"})),
-    "no bytes each": lambda: np.zeros(2, "V0"),
     "np.void": lambda: np.void(b"abc"),
-    "np.str_": lambda: np.str_("a"),
-    "np.bytes_": lambda: np.bytes_(b"a"),
     "np.longlong": lambda: np.longlong(1),
-    "array of np.longlong": lambda: np.ones(2, np.longlong),
-    "array of np.ulonglong": lambda: np.ones(2, np.ulonglong),
-    "array of np.longlong in another byte order": lambda: np.ones(2, np.dtype(np.longlong).newbyteorder(">")),
     "subclass of a numpy scalar": lambda: Scalar(1.5),
     "subclass of str": lambda: Text("a"),
-    "subclass of float": lambda: Number(1.5),
-    "subclass of int": lambda: Count(1),
-    "subclass of bytes": lambda: Raw(b"a"),
     "subclass of dict": lambda: Dict(a=1),
-    "subclass of list": lambda: List([1]),
-    "subclass of datetime": lambda: Moment(2020, 1, 1),
-    "subclass of Fraction": lambda: Share(1, 2),
-    "subclass of Path": lambda: Folder("a"),
+    "datetime in a zone": lambda: datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC")),
+    "time": lambda: time(1),
+    "memoryview": lambda: memoryview(b"x"),
     "defaultdict": lambda: defaultdict(list, a=[1]),
     "member of an enum that is local": lambda: enum.Enum("Local", "ONE").ONE,  # type: ignore[attr-defined]
     "key of a subclass": lambda: {Text("a"): 1},
     "subclass of Tensor": lambda: torch.ones(3).as_subclass(Picture),
     "subclass in a Parameter": lambda: nn.Parameter(torch.ones(3).as_subclass(Picture)),
 }
-if ml_dtypes is not None:
-    REFUSED |= {
-        "ml_dtypes": lambda: np.ones(3, ml_dtypes.bfloat16),
-        "ml_dtypes of one byte": lambda: np.ones(3, ml_dtypes.float8_e5m2),
-        "scalar of ml_dtypes": lambda: ml_dtypes.bfloat16(1),
-    }
 
 
 class Extra(nn.Module):
@@ -169,8 +116,10 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", HOLDERS)
-@pytest.mark.parametrize("kind", REFUSED)
+OF_THE_SCRIPT = {("time", "settings of an optimizer"), ("memoryview", "settings of an optimizer")}  # stay its own
+
+
+@pytest.mark.parametrize(("kind", "where"), sorted({*itertools.product(REFUSED, HOLDERS)} - OF_THE_SCRIPT))
 def test_value_whose_type_would_be_lost_is_refused_by_name(kind: str, where: str) -> None:
     with pytest.raises(StateError, match=r"^meta\..*(v|_extra_state)"):
         Capture({"meta": HOLDERS[where](REFUSED[kind]())}).read()
@@ -187,7 +136,6 @@ RETURNED: dict[str, Callable[[], Any]] = {
     "big-endian": lambda: np.arange(6, dtype=">i4").reshape(2, 3),
     "in Fortran order": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     "reversed": lambda: np.arange(6)[::-2],
-    "of no dimensions": lambda: np.array(1.5),
     "empty": lambda: np.zeros((0, 3), np.float16),
     "read-only": lambda: np.frombuffer(b"abcd", np.uint8),
     "broadcast": lambda: np.broadcast_to(np.float32(1.5), (2, 3)),
@@ -195,29 +143,21 @@ RETURNED: dict[str, Callable[[], Any]] = {
     "long doubles": lambda: np.array([1, 2], np.longdouble) / 3,
     "texts": lambda: np.array(["a", "bc\0"]),
     "void": lambda: np.array([b"abc"], "V3"),
-    "float16": lambda: np.float16(1.5),
     "longdouble": lambda: np.longdouble(1) / 3,
-    "big-endian scalar": lambda: np.zeros(1, ">f8")[0],
     "datetime64": lambda: np.datetime64("2020-01-01", "h"),
-    "timedelta64": lambda: np.timedelta64("NaT"),
-    "np.bool": lambda: np.bool_(True),
     "np.float64": lambda: np.float64(-0.0),
     "bool, not int": lambda: [True, 1, 1.0, False, 0, -0.0],
     "float of a full list": lambda: [-0.0, *map(float, range(100))],
     "nan": lambda: [float("nan"), -float("nan"), float("inf")] * 40,
     "ordered": lambda: OrderedDict(b=1, a=[OrderedDict()]),
     "counter": lambda: Counter({"a": -1, "b": 0}),
-    "nested": lambda: {"a": ({1: (), "1": [b""]}, None)},
     "IntEnum": lambda: Level.LOW,
     "StrEnum": lambda: Word.A,
     "Flag": lambda: Flag.ON,
     "namedtuple": lambda: Point(1, 2),
     "deque": lambda: deque([1], 3),
     "torch.Size": lambda: torch.Size([1, 2]),
-    "torch.dtype": lambda: torch.float32,
-    "set": lambda: {1},
     "complex": lambda: 1j,
-    "key of type bool": lambda: {True: 1},
     "frozenset": lambda: frozenset({1, (2, "a")}),
     "torch.device": lambda: torch.device("cuda:1"),
     "bytearray": lambda: bytearray(b"a\0"),
@@ -226,7 +166,6 @@ RETURNED: dict[str, Callable[[], Any]] = {
     "Fraction": lambda: [Fraction(-1, 3), Fraction(10**30, 7)],
     "Decimal": lambda: [Decimal("1.50"), Decimal("-0"), Decimal("sNaN12"), Decimal("-Infinity"), Decimal("1E+999999")],
     "paths": lambda: [Path("/a/b"), Path("\udc80"), PurePosixPath("a"), PureWindowsPath("c:/a")],
-    "keys that are numbers or paths": lambda: {Fraction(1, 2): 1, Decimal("1.5"): 2, Path("a"): 3, range(2): 4},
     "keys of other types": lambda: {(1, None): 2, 1.5: {Word.A: 1}, torch.float32: 0},
 }
 
@@ -317,14 +256,6 @@ def test_moment_of_the_class_of_its_parameter_returns_as_that_class() -> None:
     assert type(state["m"]) is Picture and state["m"].tolist() == [2.0] * 3
 
 
-def test_live_tensor_is_filled_in_place_whatever_was_saved() -> None:
-    saved = Saved(Capture({"meta": {"v": nn.Parameter(torch.ones(3))}}).read())
-    here = torch.zeros(3)
-    state = {"meta": {"v": here}}
-    saved.restore(state)
-    assert state["meta"]["v"] is here and here.tolist() == [1.0] * 3
-
-
 def test_module_with_its_own_state_dict_gets_tensors() -> None:
     """As with torch.load: a module's own parameters are filled by its load_state_dict()."""
 
@@ -339,13 +270,6 @@ def test_module_with_its_own_state_dict_gets_tensors() -> None:
     saved, fresh = Own(2, 2), Own(2, 2)
     Saved(Capture({"m": saved}).read()).restore({"m": fresh})
     assert torch.equal(saved.weight, fresh.weight)
-
-
-def test_unknown_kind_of_tensor_is_an_error() -> None:
-    saved = Saved(Capture({"meta": {"v": nn.Parameter(torch.ones(3))}}).read())
-    saved.values = saved.values.replace('"parameter"', '"else"')
-    with pytest.raises(CorruptError, match="unknown kind of tensor 'else'"):
-        saved.restore({"meta": {"v": None}})
 
 
 @pytest.mark.parametrize(
@@ -363,9 +287,3 @@ def test_unknown_kind_of_tensor_is_an_error() -> None:
 def test_damaged_value_is_an_error(damaged: Any) -> None:
     with pytest.raises(CorruptError):
         decode(damaged)
-
-
-def test_payload_of_a_nan_is_kept() -> None:
-    nan = np.array([0x7FF8000000000123], np.uint64).view(np.float64)
-    again = decode(encode(float(nan[0])))
-    assert np.float64(again).tobytes() == nan.tobytes()

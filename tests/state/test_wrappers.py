@@ -32,14 +32,6 @@ def trained(steps: int = 3) -> State:
     return state
 
 
-def test_wrapper_is_saved_as_its_inner_tensors() -> None:
-    """The layout has all inner tensors by name, and no entry for the wrapper itself."""
-    layout = Capture(trained()).read().layout
-    names = {spec.name for spec in layout.tensors}
-    assert {"net.frozen.codes", "net.frozen.scale", "mine.1.shell.inner.codes", "mine.1.shell.shift"} <= names
-    assert "optim.state.net.body.weight.exp_avg.scale" in names and "net.frozen" not in names
-
-
 @pytest.mark.parametrize("stepped", [False, True], ids=["an optimizer without moments", "in place"])
 def test_wrappers_restore_bit_for_bit(stepped: bool) -> None:
     """All bits return. Existing wrappers are filled in place, and missing moments are created by their class."""
@@ -116,25 +108,6 @@ def test_different_wrapper_is_rejected_by_name(kind: str) -> None:
     assert torch.equal(twin["net"].body.weight, state["net"].body.weight)
 
 
-def test_plain_tensor_does_not_fill_wrapper() -> None:
-    """A plain tensor in the checkpoint does not match a wrapper here."""
-    with pytest.raises(MismatchError, match=r"frozen is a plain tensor in the checkpoint and a wrapped_toy\.Quantised"):
-        Saved(Capture({"net": Net(Tensor.clone)}).read()).restore({"net": Net()})
-
-
-def test_moments_of_another_kind_are_reset_unless_strict() -> None:
-    """A strict restore raises an error. Otherwise that parameter's state is reset, and the rest is restored."""
-    state, twin = trained(), build(7, label=(2, "n"))
-    train(twin, 1)
-    saved = Saved(Capture(state).read())
-    with pytest.raises(MismatchError, match=r"optim\.state\.net\.body\.weight\.exp_avg: its .*Quantised has settings"):
-        saved.restore(twin)
-    saved.restore(twin, strict=False)
-    assert not twin["optim"].state[twin["net"].body.weight]
-    assert torch.equal(twin["net"].body.weight, state["net"].body.weight)
-    train(twin, 2)
-
-
 def test_class_not_imported_yet_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the class and the remedy. Existing wrappers are filled without finding the class."""
     state = trained()
@@ -169,12 +142,18 @@ class Slotted:
         self.held = held
 
 
-@pytest.mark.parametrize("around", [lambda v: v, lambda v: {"in": [v]}, Slotted, lambda v: functools.partial(print, v)])
-@pytest.mark.parametrize("value", [torch.ones(2), np.ones(2)], ids=["tensor", "array"])
-def test_tensor_in_wrapper_context_is_rejected(around: Callable[[Any], Any], value: Any) -> None:
+CONTEXTS = {
+    "dict": {"in": [torch.ones(2)]},
+    "slots": Slotted(np.ones(2)),
+    "partial": functools.partial(print, torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_tensor_in_wrapper_context_is_rejected(kind: str) -> None:
     """A tensor or array in a context would be missing from the checkpoint, so saving fails instead."""
     with pytest.raises(StateError, match=r"mine\.0: .* keeps a tensor or an array in its context"):
-        Capture({"mine": [Quantised.of(torch.ones(4), around(value))]}).read()
+        Capture({"mine": [Quantised.of(torch.ones(4), CONTEXTS[kind])]}).read()
 
 
 def test_objects_in_wrapper_context_are_compared() -> None:
@@ -216,22 +195,7 @@ def test_class_with_wrong_unflatten_is_rejected(kind: type[Quantised], said: str
     assert twin == {"mine": []}
 
 
-class Mixed(Quantised):
-    """Lists an attribute as a tensor that is not one."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes", "label"], None
-
-
-def test_part_that_is_not_a_tensor_is_rejected() -> None:
-    """The error names the wrapper."""
-    with pytest.raises(StateError, match=r"mine\.0: this Mixed lists an attribute that is not a tensor"):
-        Capture({"mine": [Mixed.of(torch.randn(4))]}).read()
-
-
-@pytest.mark.parametrize(
-    "damage", [{"class": 3}, {"tensors": 3}, {"size": [-1]}, {"tensors": [[1, 2]]}, {"name": None}]
-)
+@pytest.mark.parametrize("damage", [{"class": 3}, {"tensors": 3}, {"size": [-1]}, {"name": None}])
 def test_damaged_wrapper_forms_are_rejected(damage: dict[str, Any]) -> None:
     """They count as damage of the file, among the facts and among the values."""
     state: State = {"net": Net(), "mine": [Quantised.of(torch.randn(4))]}
@@ -282,13 +246,12 @@ def test_killed_training_restores_wrappers_from_memory(run_dir: str) -> None:
 
 @pytest.mark.skipif(not SHARDS_HERE, reason="this torch shards on a GPU only")
 def test_shares_restore_only_on_same_ranks(tmp_path: Path) -> None:
-    """Codes and scales cannot be resharded: two ranks get theirs back, and one or three get an error."""
+    """Codes and scales cannot be resharded: two ranks get theirs back, and a single one gets an error."""
     code = "import wrapped_toy; wrapped_toy.main()"
     first = reports(launch(2, code, tmp_path / "run", port=free_port()))["wrapped"]
     assert (
         first == [{"mode": "wrapped", "step": 3, "exact": True, "goes_on": True, "kinds": ["DTensor", "Quantised"]}] * 2
     )
-    for world in (1, 3):
-        for said in reports(launch(world, code, tmp_path / "run", port=free_port()))["wrapped"]:
-            assert "exp_avg: this rank has a different share of the wrapped_toy.Quantised" in said["refused"]
-            assert "restore on the same number of ranks" in said["refused"]
+    (said,) = reports(launch(1, code, tmp_path / "run", port=free_port()))["wrapped"]
+    assert "exp_avg: this rank has a different share of the wrapped_toy.Quantised" in said["refused"]
+    assert "restore on the same number of ranks" in said["refused"]

@@ -398,7 +398,7 @@ def test_past_deadline_only_logs_warning(clock: Clock, watching: Watching, caplo
     assert not watch._threads
     assert not found
     assert len(caplog.records) == 2
-    assert "past" in caplog.text
+    assert "has passed" in caplog.text
 
 
 def test_deadline_is_end_of_slurm_job(clock: Clock, watching: Watching) -> None:

@@ -46,7 +46,7 @@ def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[CheckpointId]]:
             checkpoint = CheckpointId(term, step, f"{term:08x}")
             finite, reason = draw(st.sampled_from([None, True, False])), draw(st.sampled_from(["due", "ring"]))
             needs = draw(st.sampled_from([(), *((one,) for one in state.commits if one < checkpoint)]))
-            at = draw(st.floats(0, 40)) * DAY_S
+            at = float(draw(st.integers(0, 40 * DAY_S)))
             state.commits[checkpoint] = Commit(checkpoint, 1, (), "", finite, reason, needs, at)
     known = sorted(state.commits)
     some = st.sets(st.sampled_from(known)) if known else st.just(set[CheckpointId]())

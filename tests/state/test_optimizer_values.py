@@ -756,7 +756,7 @@ def test_entries_without_a_loader_here_are_a_mismatch() -> None:
     state, twin = made(WRAPPED["forwarding"], 0), made(Momentum, 1)
     train(state, range(2))
     saved = Saved(Capture(state).read())
-    with pytest.raises(MismatchError, match=r"opt: its state_dict\(\) had additional entries"):
+    with pytest.raises(MismatchError, match=r"opt: its saved state_dict\(\) has more entries"):
         saved.restore(twin)
     saved.restore(twin, strict=False)
     assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))

@@ -560,7 +560,7 @@ class InPlace(MemoryStore):
 
 
 @pytest.mark.parametrize(
-    "promise", ["test_an_upload_replaces_only_if_it_is_told_to", "test_a_replacement_that_is_given_up_changes_nothing"]
+    "promise", ["test_upload_replaces_only_with_replace", "test_aborted_replacement_changes_nothing"]
 )
 def test_negative_control_early_replacement_fails_store_tests(promise: str) -> None:
 

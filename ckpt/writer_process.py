@@ -1,6 +1,6 @@
 """Assembles the writer process, which owns the snapshots, writes them to the tiers and outlives the trainer.
 
-    python -c 'from ckpt.writer_process import main; main()' FD RUN_KEY LOG STARTED
+    python -c 'from ckpt.writer_process import main; main()' FD RUN_KEY LOG STARTED RUN RANK
 
     ckpt.core.writer              the run, its memory and its tiers; saves, copies to tiers, hands memory to a restart
     ckpt.guard.fault_reports      watches the trainer; implements the core's `TrainerWatch`
@@ -39,7 +39,7 @@ from ckpt.core.ipc.heartbeat import Process
 from ckpt.core.ipc.messages import failure
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Background, Dispatch, HeldRun, PresentTrainer
-from ckpt.core.writer.life import Life, Server, call_myself
+from ckpt.core.writer.life import Life, Server, call_myself, set_title
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.promotion import Throttle
@@ -87,10 +87,11 @@ def _be_modest() -> None:
     spare_from_oom()
 
 
-async def _main(fd: int, key: str, path: str, started: int) -> None:
+async def _main(fd: int, key: str, path: str, started: int, run: str, rank: str) -> None:
     """Listen under the run's name, and serve. If the writer cannot start, send the reason to the trainer.
 
     `started`: start time of the trainer, as in `ipc.heartbeat.Process`; identifies it even if it has died since.
+    `run`, `rank`: the run's URL and the trainer's rank, for the process title.
     """
     sock = socket.socket(fileno=fd)
     try:
@@ -102,6 +103,7 @@ async def _main(fd: int, key: str, path: str, started: int) -> None:
         await _refuse(Channel(sock), NameTakenError("another writer of this run is already running"))
         return
     call_myself(link.AT_WORK)
+    set_title(run, rank, key, path)
     await serve(Channel(sock), listener, key, path, Process(link.peer_pid(sock), started))
 
 
@@ -121,5 +123,6 @@ def main() -> None:
     _be_modest()
     gc.freeze()
     gc.enable()  # garbage collection was off during the imports
-    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))
+    fd, key, path, started, run, rank = sys.argv[1:7]
+    asyncio.run(_main(int(fd), key, path, int(started), run, rank))
     os._exit(0)  # do not wait for threads that may still be blocked in a mutex

@@ -438,7 +438,7 @@ class Resize:
 
 def is_writer(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return "ckpt.writer_process" in " ".join(process.cmdline())
+        return process.name() in ("ckpt-writer", "ckpt-leaving")
     return False
 
 

@@ -57,7 +57,7 @@ def test_writer_name_has_one_owner(own_sockets: Path) -> None:
     (owner,) = [one for one in got if one is not None]
     assert channel.listen(key) is None and channel.siblings(key) == {0: key}
     with pytest.raises(ckpt.errors.WriterError, match="another writer"):
-        late = WriterClient.spawn(key)
+        late = WriterClient.spawn(key, "memory:handover", 0)
         try:
             late.greet(60.0, 60.0)
         finally:
@@ -89,7 +89,7 @@ def test_writer_identifies_trainer_by_start_time(
     process, lost = Process.of(os.getpid()), threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(Process, "of", lambda pid: Process(pid, process.started - again))
-        client = WriterClient.spawn(channel.run_key("memory:handover", 0))
+        client = WriterClient.spawn(channel.run_key("memory:handover", 0), "memory:handover", 0)
     try:
         client.listen(lambda note: None, lost.set)
         assert lost.wait(30 if again else 2) == again

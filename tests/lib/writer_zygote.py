@@ -96,11 +96,11 @@ def _wanted(arguments: tuple[Any, ...], settings: dict[str, Any]) -> bool:
     return (
         VARIABLE in environment
         and isinstance(words, list)
-        and len(words) > 14
+        and len(words) > 16
         and words[0] == words[5] == _PYTHON
         and inherited() == _INHERITED
         and "ckpt.writer_process" in words[8]
-        and sorted(words[13:]) == sorted(HOMES)
+        and sorted(words[15:]) == sorted(HOMES)
         and not any(Path(path, "sitecustomize.py").exists() for path in environment.get("PYTHONPATH", "").split(":"))
     )
 

@@ -243,10 +243,11 @@ class WriterFinder:
         run: RunOpener,
         key: str,
         tiers: list[Tier],
+        rank: int,
         meanwhile: Callable[[], object],
     ) -> None:
         self._writer, self._run, self._meanwhile = writer, run, meanwhile
-        self._key, self._tiers = key, tiers
+        self._key, self._tiers, self._rank = key, tiers, rank
         self._deaths: list[float] = []
         self._respawns = 0
         self._said = 0  # size of the log when the newest of our writers started
@@ -277,7 +278,7 @@ class WriterFinder:
 
     def spawn(self) -> WriterClient:
         """Start a writer. Raises NameTakenError if another writer has the name of this run."""
-        client = WriterClient.spawn(self._key)
+        client = WriterClient.spawn(self._key, self._tiers[0].url if self._tiers else "memory", self._rank)
         try:
             self._meanwhile()
             client.greet(OPEN_S, OPEN_S)

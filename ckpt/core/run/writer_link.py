@@ -70,7 +70,7 @@ REQUEST_S = 120.0
 # The trainer waits while the writer starts. Importing numpy later saves a third of the start time, and disabling
 # garbage collection during imports saves a twentieth.
 _BOOT = (
-    "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[5:]; "
+    "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[7:]; "
     "from ckpt.later import later; later('numpy'); from ckpt.writer_process import main; main()"
 )
 _BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
@@ -114,7 +114,7 @@ class WriterClient:
         return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
 
     @classmethod
-    def spawn(cls, key: str) -> WriterClient:
+    def spawn(cls, key: str, run: str, rank: int) -> WriterClient:
         """Start a writer in a new session, so that it survives when the trainer's process group is killed.
 
         An intermediate process starts the writer and exits, so that the writer is not a child of the trainer, because
@@ -127,7 +127,7 @@ class WriterClient:
             if path:
                 os.fchmod(output.fileno(), 0o600)
             since = str(Process.of(os.getpid()).started)  # lets the writer detect that our process id was reused
-            words = [str(theirs.fileno()), key, path, since, *homes]
+            words = [str(theirs.fileno()), key, path, since, run, str(rank), *homes]
             writer = [sys.executable, "-P", "-c", _BOOT, *words]
             try:
                 between = subprocess.run(

@@ -50,6 +50,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import select
 import socket
@@ -57,6 +58,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt import events, failpoints
@@ -195,6 +197,18 @@ def call_myself(name: str) -> None:
     """Set the name of this process, as shown by `ps` and read by `link.writers_of`."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
+
+
+def set_title(run: str, rank: str, key: str, path: str) -> None:
+    """Replace the command line that `ps` shows by `ckpt-writer RUN rank N KEY LOG`. The kernel reads it from the memory
+    in which the arguments of this process began, so RUN is cut if the title is longer than the arguments were."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    name, *rest = (os.fsencode(word) + b"\0" for word in (link.AT_WORK, "rank", rank, key, path))
+    room = end - start - len(b"".join([name, *rest])) - 1
+    if room >= 0:
+        title = b"".join([name, os.fsencode(run)[:room] + b"\0", *rest])
+        ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
 # -- the life of a writer --

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -203,6 +205,19 @@ def test_tensors_below_a_nested_ddp_are_replicated() -> None:
     assert [name for name, t in named.items() if found[id(t)].first_only] == [
         name for name, t in named.items() if not isinstance(t, nn.Parameter)
     ]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("has_state", [True, False])
+def test_communication_hook_with_state_is_named_once(has_state: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A hook whose state is None or a process group has nothing to save, so no warning is logged."""
+    module = DistributedDataParallel(Net())
+    state, hook = (PowerSGDState(None), powerSGD_hook) if has_state else (dist.group.WORLD, allreduce_hook)
+    module.register_comm_hook(state, hook)  # type: ignore[arg-type]
+    for _ in range(2):
+        Capture({"m": module}).read()
+    warned = [one.getMessage() for one in caplog.records if "communication hook" in one.getMessage()]
+    assert len(warned) == has_state and all("PowerSGDState" in text for text in warned)
 
 
 class Norm(nn.Module):

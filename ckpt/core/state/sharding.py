@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from torch import Tensor, nn
 from ckpt.core.format.boxes import GLOBAL, Box, Dims, Holding, Seat, boxes_of_runs, take
 from ckpt.core.state.tensors import DTYPE_NAME
 from ckpt.errors import StateError
+from ckpt.events import log
+
+_warned: WeakSet[nn.Module] = WeakSet()  # DDP modules whose communication hooks a warning has named
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +411,7 @@ def replicated_by_ddp(module: nn.Module) -> dict[int, Replicas]:
     for _, _, ddp in named_modules(module):
         if not isinstance(ddp, nn.parallel.DistributedDataParallel):
             continue
+        _warn_of_hooks(ddp)
         replicas = None
         with contextlib.suppress(KeyError):  # a torchft group connects jobs, and each job saves its own state
             replicas = Replicas(tuple(sorted(torch.distributed.get_process_group_ranks(ddp.process_group))))
@@ -423,6 +428,19 @@ def replicated_by_ddp(module: nn.Module) -> dict[int, Replicas]:
                 elif ddp.broadcast_buffers:  # before each forward; otherwise each rank has its own buffers
                     found[id(tensor)] = Replicas(replicas.ranks, first_only=True)
     return found
+
+
+def _warn_of_hooks(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Log a warning once if a communication hook has state, for example PowerSGD's error feedback."""
+    states = [state for _, state in getattr(ddp, "_comm_hooks", ()) if state is not None]
+    lost = [type(state).__qualname__ for state in states if not isinstance(state, torch.distributed.ProcessGroup)]
+    if lost and ddp not in _warned:
+        _warned.add(ddp)
+        log.warning(
+            "the state of DistributedDataParallel's communication hook (%s) is not saved, so it begins again after a "
+            "restart",
+            ", ".join(lost),
+        )
 
 
 def reshard(module: nn.Module) -> None:

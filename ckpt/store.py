@@ -170,8 +170,8 @@ _FSSPEC = "ckpt_backends.remote:RemoteStore"
 _BUILT_IN = {
     "file": "ckpt_backends.local:LocalStore",
     "s3": "ckpt_backends.s3:S3Store",
-    "s3a": "ckpt_backends.s3:S3Store",
 }
+_ALIASES = {"s3a": "s3", "gcs": "gs"}  # so that a bucket has only one URL
 _LIMIT, _RETRY = "ckpt_backends.limit:Limit", "ckpt_backends.retry:Retry"
 _options: dict[str, Mapping[str, Any]] = {}
 _FILE = "file://"
@@ -207,7 +207,7 @@ def normalise(url: str | Path) -> str:
         raise InvalidArgumentError(
             f"{text!r} does not name a folder: pass a folder or a URL, for example file:///data/run1"
         )
-    scheme = scheme.lower()
+    scheme = _ALIASES.get(scheme.lower(), scheme.lower())
     if scheme == "file":
         if separator and rest.partition("/")[0] == "localhost":
             rest = rest.removeprefix("localhost")

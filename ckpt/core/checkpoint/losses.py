@@ -48,8 +48,7 @@ async def of_log(log: RunLog) -> list[Loss]:
     lost, end = await _unrecorded(log), time.monotonic() + RECORDED_S
     while lost and not log.state.damaged and time.monotonic() < end:
         await asyncio.sleep(PAUSE_S)  # a running job writes the record right after the index
-        await log.refresh()
-        lost = await _unrecorded(log)
+        lost &= await _unrecorded(log)  # newer ones do not count, because a job may save all the time
     state = log.state
     if not state.damaged:
         return [Loss(log.store.url, _unrecorded_steps(lost), of_each(lost))] if lost else []
@@ -64,11 +63,12 @@ async def warn(log: RunLog) -> None:
 
 
 async def _unrecorded(log: RunLog) -> set[CheckpointId]:
-    """Return the checkpoints that have an index but no record that ends them."""
+    """Return the checkpoints that have an index but no record that ends them. The log is read after the listing."""
     begun = [info.key async for info in log.store.list(STEPS)]
-    state = log.state
     with_index = {a for key in begun if (a := owner(key)) is not None and key == index_key(a)}
-    return {a for a in with_index if not state.ended(a) and a not in state.held}
+    if any(not log.state.ended(a) for a in with_index):
+        await log.refresh()
+    return {a for a in with_index if not log.state.ended(a)}
 
 
 def _unrecorded_steps(lost: Iterable[CheckpointId]) -> str:

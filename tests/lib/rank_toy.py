@@ -270,7 +270,7 @@ def steps_of(root: str) -> Iterator[int]:
 
 def impatient() -> dict[str, Any]:
     inside.wait_for_ranks_for(0.5)
-    return {"options": ckpt.Options(agree_timeout_s=0.8)}
+    return {"options": ckpt.Options(agree_timeout_s=2.0)}
 
 
 @scenario

@@ -99,9 +99,9 @@ def test_sigterm_saves_and_exits(run_dir: str) -> None:
     assert ended.returncode == 128 + signal.SIGTERM, ended.stdout + ended.stderr
     step = ckpt.load(run_dir).step
     assert step >= 7
-    found = hf_toy.run(run_dir, epochs=200, max_steps=step + 50)
+    found = hf_toy.run(run_dir, epochs=200, max_steps=1500)
     # Steps done until the exit are in memory, and may not be in the folder yet.
-    assert step <= found["started_at"] < step + 50 and found["step"] == step + 50
+    assert step <= found["started_at"] < 1500 == found["step"]
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):

@@ -23,15 +23,15 @@ BUDGETS = {
     "backends": (2_810, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_010, 660),
-    "core/checkpoint": (4_640, 2_930),
+    "core/checkpoint": (4_610, 2_900),
     "core/format": (3_930, 2_560),
     "core/ipc": (1_860, 1_230),
-    "core/log": (1_080, 710),
+    "core/log": (1_070, 700),
     "core/ranks": (1_050, 690),
-    "core/restore": (1_230, 770),
-    "core/run": (5_370, 3_800),
+    "core/restore": (1_220, 770),
+    "core/run": (5_410, 3_820),
     "core/snapshot": (1_760, 1_240),
-    "core/state": (4_500, 3_010),
+    "core/state": (4_520, 3_020),
     "core/writer": (3_040, 2_110),
     "dcp": (1_690, 1_140),
     "deepspeed": (480, 310),
@@ -46,12 +46,12 @@ BUDGETS = {
     "tools/cli": (4_240, 2_470),
     "tools/convert": (4_730, 3_360),
     "tools/doctor": (1_120, 800),
-    "tools/maintain": (1_880, 1_270),
+    "tools/maintain": (1_870, 1_260),
     "tools/observe": (3_370, 2_060),
     "torchtitan": (340, 240),
     "transformers": (1_580, 1_030),
 }
-TOTAL = (64_080, 42_480)
+TOTAL = (64_060, 42_480)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

@@ -424,9 +424,9 @@ def test_evil_commit_of_two_ranks_is_skipped(of_two: Run, name: str, tmp_path: P
     survives(folder, restore=False)
 
 
-@pytest.mark.parametrize("kind", ["HELD", "COMMIT", "ABORT"])
+@pytest.mark.parametrize("kind", ["COMMIT", "ABORT"])
 def test_forged_records_change_no_checkpoint(of_two: Run, kind: str, tmp_path: Path) -> None:
-    """HELD is not a checkpoint. No record undoes a COMMIT or creates a checkpoint without files."""
+    """No record undoes a COMMIT or creates a checkpoint without files."""
     body = json.loads(of_two[0][max(k for k in of_two[0] if k.startswith("log/"))])["body"] | {"reason": "x" * 10**6}
     objects = appended(of_two, type=kind, body={**body, "world": 3}, id="other")
     folder = put(objects, tmp_path / "run")
@@ -549,7 +549,7 @@ def appended(run: Run, **fields: Json) -> Objects:
     return objects
 
 
-def held(**changes: Json) -> Json:
+def half(**changes: Json) -> Json:
     """Return the body of a record with one of two ranks' manifests, for a checkpoint without files."""
     body = {"checkpoint": "000000030.1-00000000", "world": 2, "manifests": [[0, "0" * 64]], "index": "0" * 64}
     return {**body, "finite": None, "reason": "due", "time": 0.0, **changes}
@@ -568,9 +568,9 @@ EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "deletes outside": {"type": "PLAN", "body": {"retire": [], "delete": ["../../outside", "/etc/passwd"]}},
     "keeps null": {"type": "KEEP", "body": {"checkpoint": None}},
     "aborts a list": {"type": "ABORT", "body": {"checkpoint": []}},
-    "holds of after the last year": {"type": "HELD", "body": held(time=1e300)},
-    "holds nothing": {"type": "HELD", "body": {}},
-    "holds a rank twice": {"type": "HELD", "body": held(parts=[[1, 0, "0" * 64]] * 2)},
+    "commits after the last year": {"type": "COMMIT", "body": half(time=1e300)},
+    "commits nothing": {"type": "COMMIT", "body": {}},
+    "commits a rank twice": {"type": "COMMIT", "body": half(manifests=[[1, "0" * 64]] * 2)},
 }
 
 
@@ -580,7 +580,7 @@ def test_evil_record_does_not_hide_checkpoints(genuine: Run, name: str, tmp_path
     fields = EVIL_RECORDS[name]
     folder = put(appended(genuine, **fields), tmp_path / "run")
     (tmp_path / "outside").write_text("x")
-    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "HELD", "ABORT", "SNAPSHOT"):
+    if "type" in fields and fields["type"] not in ("ACQUIRE", "COMMIT", "PLAN", "KEEP", "ABORT", "SNAPSHOT"):
         with pytest.raises(FormatError):
             restored(folder)
         return

@@ -143,12 +143,6 @@ class LogView:
 
     steps: list[int]  # of the present history, ascending
     ranks: dict[str, tuple[int, ...]]  # checkpoint id: the ranks whose files are in this tier
-    held_ids: list[str]  # checkpoints whose files are here and that may lack files on other nodes
-
-    @property
-    def held(self) -> list[int]:
-        """The steps of `held_ids`, ascending."""
-        return sorted(CheckpointId.parse(one).step for one in self.held_ids)
 
 
 def log_at(folder: Path) -> LogView:
@@ -158,7 +152,7 @@ def log_at(folder: Path) -> LogView:
         str(checkpoint): tuple(rank for rank, _ in commit.manifests) for checkpoint, commit in state.commits.items()
     }
     steps = sorted(commit.step for commit in state.lineage())
-    return LogView(steps, ranks, [str(checkpoint) for checkpoint in state.held])
+    return LogView(steps, ranks)
 
 
 def problems_at(url: str | Path) -> list[str]:
@@ -493,7 +487,7 @@ def create_run(url: str) -> None:
 
 # -- processes --
 
-WRITER = "ckpt.writer_process"  # part of the command line of each writer process
+WRITER = "ckpt-writer"  # part of the command line of each writer process
 
 
 class Process(Protocol):

@@ -87,6 +87,7 @@ class Rank:
         *,
         local_every: int = 1,
         shared_every: int = 4,
+        local_keep: int = 4,
         replicas: int = 1,
         busy_timeout_s: float = 60.0,
     ) -> None:
@@ -94,7 +95,7 @@ class Rank:
         self.report = (self.folder / "reports" / f"{job}.{dist.get_rank()}").open("a")
         self.state, self.step = build(), 0
         tiers = [
-            ckpt.Tier(f"{folder}/{LOCAL}/run", local_every, keep=4),
+            ckpt.Tier(f"{folder}/{LOCAL}/run", local_every, keep=local_keep),
             ckpt.Tier(f"{folder}/{SHARED}/run", shared_every, keep=4),
         ]
         options = ckpt.Options(on_error="warn", busy_timeout_s=busy_timeout_s)

@@ -51,8 +51,6 @@ def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[CheckpointId]]:
     known = sorted(state.commits)
     some = st.sets(st.sampled_from(known)) if known else st.just(set[CheckpointId]())
     state.kept = dict.fromkeys(draw(some), "")
-    if known and draw(st.booleans()):
-        state.held = dict(holding(draw(st.sampled_from(known)), step=step) for step in range(2))
     keep = Keep(
         last=draw(st.integers(1, 4)),
         every=draw(st.sampled_from([None, 1, 5])),
@@ -82,7 +80,6 @@ def wrongly_given_up(
 
     lost("the newest two", every[:ALWAYS])
     lost("the newest two full ones", [c for c in every if not c.needs][:ALWAYS])
-    lost("what is built on", [c for c in every if any(c.checkpoint in held.needs for held in state.held.values())])
     lost("the newest verified one", [c for c in every if c.checkpoint in alive][:1])
     lost("the last finite one", [c for c in every if c.finite is not False][:1])
     lost("a KEEP", [c for c in every if c.checkpoint in state.kept])
@@ -156,19 +153,11 @@ def left_by(state: RunState, keep: Keep) -> list[int]:
     return sorted(a.step for a in state.commits if a not in gone)
 
 
-def holding(*needs: CheckpointId, step: int = 21) -> tuple[CheckpointId, Commit]:
-    """Return an increment that one node holds."""
-    checkpoint = CheckpointId(9, step, "9" * 8)
-    return checkpoint, Commit(checkpoint, 2, (), "", needs=needs)
-
-
 def test_negative_control_deleted_bases_are_detected() -> None:
-    """The oracle rejects the deletion of the newest full ones, and of bases."""
+    """The oracle rejects the deletion of the newest full ones."""
     state = increments({0, 3, 6, 9}, 20)
     assert wrongly_given_up(state, Keep(1), set(), {CheckpointId(1, 6, "0" * 8)})
     assert wrongly_given_up(state, Keep(1), set(), {CheckpointId(1, 3, "0" * 8)}) == []
-    state.held = dict([holding(CheckpointId(1, 3, "0" * 8))])
-    assert wrongly_given_up(state, Keep(1), set(), {CheckpointId(1, 3, "0" * 8)})
 
 
 def test_days_weeks_and_hours_keep_old_checkpoints() -> None:
@@ -282,29 +271,6 @@ async def test_retire_waits_for_a_verified_checkpoint(store: MemoryStore, log: R
     for verified in (set[CheckpointId](), {CheckpointId(1, 99, "0" * 8)}):
         assert await retention.retire(log, mine, Keep(1), verified) == set()
     assert await sound(store) == [4, 3, 2, 1]
-
-
-@pytest.mark.parametrize("end", ["COMMIT", "ABORT"])
-def test_base_of_held_checkpoint_stays(end: str) -> None:
-    """The base outlives the policy until the held checkpoint has ended. Then it is deleted, except used data files."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        checkpoints = await save(log, mine, 1, 2, 3)
-        of = CheckpointId(mine.term, 4, mine.nonce)
-        written = await increment(log, mine, 4, await commits.load_manifest(store, checkpoints[0], 0))
-        await commits.commit(log, mine, [written], kind="HELD")
-        assert await retention.retire(log, mine, Keep(1), {checkpoints[-1]}) == set()
-        assert await files(store) == {1: WHOLE, 2: WHOLE, 3: WHOLE, 4: WHOLE}
-        if end == "COMMIT":
-            await commits.complete(log, mine, of)
-        else:
-            await commits.abort(log, mine, of, "for the test", held=True)
-        assert checkpoints[0] in await retention.retire(log, mine, Keep(1), {checkpoints[-1]})
-        assert (await files(store)).get(1, 0) == (1 if end == "COMMIT" else 0)
-
-    asyncio.run(scenario())
 
 
 async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenManifest) -> WrittenManifest:

@@ -595,14 +595,12 @@ def test_commit_during_cleanup_loses_nothing(
 
 
 def with_leftovers(run: Path) -> dict[str, Acquire]:
-    """Add to the checkpoints: 10 aborted, 11 open in an old term, 12 held, 13 open in the newest term."""
+    """Add to the checkpoints: 10 aborted, 11 open in an old term, 13 open in the newest term."""
     old = state_of(run).acquires[-1]
 
     async def do(log: RunLog) -> Acquire:
         for step in (10, 11):
             await begin(log, old, step)
-        half = await begin(log, old, 12, layout=Layout(LAYOUT.tensors, {}, [], rank=0, world=2))
-        await commits.commit(log, old, [half], kind="HELD")
         await commits.abort(log, old, CheckpointId(old.term, 10, old.nonce), "for the test")
         new = await commits.acquire(log, new_nonce())
         await begin(log, new, 13)
@@ -612,27 +610,27 @@ def with_leftovers(run: Path) -> dict[str, Acquire]:
 
 
 def test_gc_deletes_only_unneeded_files(run: Path, call: Call) -> None:
-    """Files of aborted checkpoints are deleted. Open and held ones and foreign files stay, and all are reported."""
+    """Files of aborted checkpoints are deleted. Open ones and foreign files stay, and all are reported."""
     with_leftovers(run)
     (run / DATA_FOLDER / "notes.txt").write_text("mine")
     (run / "todo").write_text("mine")
     found = call("gc", run, "--yes", "--json").json
     assert [(one["step"], one["files"]) for one in found["delete"]] == [(10, 2)]
     assert "for the test" in found["delete"][0]["why"]
-    assert {one["step"]: one["ending"] for one in found["open"]} == {11: False, 12: False, 13: False}
+    assert {one["step"]: one["ending"] for one in found["open"]} == {11: False, 13: False}
     assert found["foreign"] == [f"{DATA_FOLDER}/notes.txt", "todo"]
     assert found["done"] == {"files": 2, "bytes": found["bytes"], "uploads": 0, "ended": []}
-    assert owners(run) == {1, 2, 3, 4, 5, 6, 11, 12, 13} and (run / "todo").exists()
+    assert owners(run) == {1, 2, 3, 4, 5, 6, 11, 13} and (run / "todo").exists()
     assert call("verify", "--all", run).code == 0
     assert "stays, open" in call("gc", run).out
 
 
 def test_gc_aborts_open_checkpoints_of_old_terms(run: Path, call: Call) -> None:
-    """--abort-open never ends checkpoints that the current term is writing, nor held ones."""
+    """--abort-open never ends checkpoints that the current term is writing."""
     terms = with_leftovers(run)
     found = call("gc", run, "--abort-open", "--yes", "--json").json
-    assert {one["step"]: one["ending"] for one in found["open"]} == {11: True, 12: False, 13: False}
-    assert owners(run) == {1, 2, 3, 4, 5, 6, 12, 13}
+    assert {one["step"]: one["ending"] for one in found["open"]} == {11: True, 13: False}
+    assert owners(run) == {1, 2, 3, 4, 5, 6, 13}
     assert CheckpointId(1, 11, terms["old"].nonce) in state_of(run).aborted
     work(run, lambda log: save_again(log, terms["new"]))
     assert steps(run)[0] == 13
@@ -673,9 +671,9 @@ def test_gc_finishes_killed_cleanup(run: Path, call: Call, words: Sequence[str],
     assert killed(run_script(COMMAND, words[0], run, *words[1:], "--yes", fail=fail))
     expected = {6, 5} if words[0] == "prune" else {6, 5, 4, 3, 2, 1}
     assert set(steps(run)) == expected
-    assert owners(run) > expected | {11, 12, 13}
+    assert owners(run) > expected | {11, 13}
     assert call("gc", run, "--yes").code == 0
-    assert owners(run) == expected | {11, 12, 13} and call("verify", "--all", run).code == 0
+    assert owners(run) == expected | {11, 13} and call("verify", "--all", run).code == 0
 
 
 # -- pin --

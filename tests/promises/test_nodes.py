@@ -299,7 +299,7 @@ def data_size(root: Path, step: int) -> int:
 
 
 def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
-    """Each node's disk HELD its ranks' parts, COMMITted when the other HELD its own, and has nothing of the other's."""
+    """Each node's log committed the parts of its own ranks, and its disk has no part of the other node's ranks."""
     roots = cluster.roots()
     check_saved(job, set(steps))
     assert roots["a"].steps[-len(steps) :] == roots["b"].steps[-len(steps) :] == steps
@@ -308,8 +308,7 @@ def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
         assert set(state.ranks.values()) == {ranks}
         assert ranks_in(node.disk / "run") == set(ranks)
         committed = [text for kind, text in said if kind == "COMMIT"]
-        assert all(said.index(("HELD", text)) < said.index(("COMMIT", text)) for text in committed)
-        assert {text for kind, text in said if kind == "HELD"} == set(committed) and not state.held
+        assert len(committed) == len(set(committed)) and {int(text[:9]) for text in committed} >= set(steps)
     assert all(ranks == (0, 1, 2, 3) for ranks in roots["shared"].ranks.values())
 
 
@@ -417,36 +416,60 @@ def test_fewer_ranks_on_each_node(cluster: Cluster, left: str) -> None:
     check_saved(third, {7})
 
 
-@pytest.mark.parametrize("both_hold", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_killed_between_held_and_commit(cluster: Cluster, both_hold: bool) -> None:
-    """A step that one disk HELD becomes a checkpoint if the other disk has its parts too, and else never.
+@pytest.mark.parametrize("both_have_it", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_killed_after_one_node_committed(cluster: Cluster, both_have_it: bool) -> None:
+    """A step that one node committed is restored if the other disk has its parts too, and never otherwise.
 
-    The writers of node b stand still: after its parts were written and before it HELD them, or before all of that.
+    The writers of node b stand still: after they wrote their parts and before their commit, or before they wrote any.
     """
     stop, words = (
-        ("index.stored:stop:1", ["rush 1"]) if both_hold else ("data_file.opened:stop:2", ["train 1", "rush 1"])
+        ("index.stored:stop:1", ["rush 1"]) if both_have_it else ("data_file.opened:stop:2", ["train 1", "rush 1"])
     )
     first = cluster.start(*words, "hang", fails={"b": f"writer/{stop}"}, shared_every=1000)
     first.wait("hangs")
-    assert eventually(lambda: len(cluster.roots()["a"].held) == 1)
+    assert eventually(lambda: len(cluster.roots()["a"].steps) == len(words))
 
     def stopped() -> list[psutil.Process]:
         return [p for p in cluster.b.processes(inside.WRITER) if p.status() == psutil.STATUS_STOPPED]
 
     assert eventually(lambda: bool(stopped()))
-    roots = cluster.roots()
-    assert not roots["b"].held and len(roots["a"].ranks) == len(words) - 1
-    (checkpoint,) = roots["a"].held_ids
+    assert len(cluster.roots()["b"].steps) == len(words) - 1
+    checkpoint = records(cluster.a.disk)[-1][1]
     for node in (cluster.a, cluster.b):
         node.kill("")
     second = cluster.start("train 4", "close", shared_every=1000)
     second.end()
     check_started(second, 1, "local", first)
+    assert (("COMMIT", checkpoint) in records(cluster.b.disk)) == both_have_it
+    check_saved(second, {2, 3, 4, 5})
     roots = cluster.roots()
-    for name in "ab":
-        assert (("COMMIT", checkpoint) in records(getattr(cluster, name).disk)) == both_hold
-        assert not roots[name].held
-    assert roots["a"].steps == roots["b"].steps
+    assert roots["a"].steps[-4:] == roots["b"].steps[-4:] == [2, 3, 4, 5]
+
+
+def test_node_keeps_the_newest_common_step_while_the_other_is_slow(cluster: Cluster) -> None:
+    """A node whose disk is ahead does not delete the newest step that both nodes have, even with `keep=2`.
+
+    The writers of node b stand still, so the job restarts from that step, and the newer steps get new ids.
+    """
+    words = ["train 2", "pause slow", "rush 2", "hang"]
+    first = cluster.start(*words, shared_every=1000, local_keep=2)
+    first.wait("paused", name="slow")
+    for process in cluster.b.processes(inside.WRITER):
+        process.suspend()
+    (cluster.folder / "slow").touch()
+    first.wait("hangs")
+    assert eventually(lambda: cluster.roots()["a"].steps == [2, 3, 4])
+    assert cluster.roots()["b"].steps == [1, 2]
+    for node in (cluster.a, cluster.b):
+        node.kill("")
+    undone = {text for _, text in records(cluster.a.disk) if int(text[:9]) > 2}
+    second = cluster.start("train 4", "close", shared_every=1000, local_keep=2)
+    second.end()
+    check_started(second, 2, "local", first)
+    check_saved(second, {3, 4, 5, 6})
+    roots = cluster.roots()
+    assert roots["a"].steps[-2:] == roots["b"].steps[-2:] == [5, 6]
+    assert not undone & roots["a"].ranks.keys(), "steps that node b does not have are deleted in the end"
 
 
 @pytest.mark.long
@@ -476,7 +499,7 @@ def test_a_node_does_not_undo_a_rollback(cluster: Cluster, away: bool) -> None:
 
 @pytest.mark.long
 def test_network_is_cut_while_saving(cluster: Cluster) -> None:
-    """A short cut is not noticed. During a long one, local disks only HOLD their files, and report this in time.
+    """A short cut is not noticed. During a long one, each node commits its parts, and no save is reported as durable.
 
     The shared tier does not use this network, so its checkpoints are committed. After a restart all of them exist.
     """
@@ -484,7 +507,7 @@ def test_network_is_cut_while_saving(cluster: Cluster) -> None:
     first.wait("paused", name="short")
     cluster.b.network("down")
     (cluster.folder / "short").touch()
-    assert eventually(lambda: bool(cluster.roots()["a"].held and cluster.roots()["b"].held))
+    assert eventually(lambda: cluster.roots()["a"].steps == cluster.roots()["b"].steps == [1, 2, 3])
     cluster.b.network("up")
     first.wait("paused", name="long")
     check_saved(first, {1, 2, 3})
@@ -494,9 +517,9 @@ def test_network_is_cut_while_saving(cluster: Cluster) -> None:
     for found in first.all("saved", step=4):
         outcome = {one["tier"]: one for one in found}
         assert outcome["shared"]["error"] is None
-        assert "other nodes" in outcome["local"]["error"] and outcome["local"]["seconds"] < 60
+        assert "other nodes" in outcome["local"]["error"]
     roots = cluster.roots()
-    assert roots["a"].held == roots["b"].held == [4]
+    assert roots["a"].steps == roots["b"].steps == [1, 2, 3, 4], "a node keeps what the other may have too"
     first.kill()
     cluster.b.network("up")
     second = cluster.start("train 1", "close")
@@ -504,33 +527,49 @@ def test_network_is_cut_while_saving(cluster: Cluster) -> None:
     assert [(one["start"], one["tier"]) for one in second.started()] == [(4, "memory")] * 4
     check_saved(second, {5})
     roots = cluster.roots()
-    assert not roots["a"].held and not roots["b"].held
     assert roots["a"].steps == roots["b"].steps and 4 in roots["a"].steps
+
+
+def test_one_disk_fails(cluster: Cluster) -> None:
+    """A step that one node could not write fails on all ranks, in time; the other disk does not keep it; later ones do.
+
+    One rank of node b has no space for step 2.
+    """
+    job = cluster.start("train 4", "close", fails={"b": "writer/data_file.written:enospc:2"}, busy_timeout_s=10.0)
+    job.end()
+    for rank, found in enumerate(job.all("saved")):
+        errors = {one["step"]: one["error"] for one in found if one["tier"] == "local"}
+        assert errors.pop(2), f"rank {rank}"
+        assert errors == {1: None, 3: None, 4: None}, f"rank {rank}"
+    roots = cluster.roots()
+    assert roots["a"].steps == roots["b"].steps == [1, 3, 4]
+    second = cluster.start("close")
+    second.end()
+    check_started(second, 4, "local", job)
 
 
 @pytest.mark.long
 def test_a_full_disk_does_not_fill_the_other(cluster: Cluster) -> None:
-    """The number of checkpoints that one disk HOLDs while the other is full is limited; later all is well again."""
+    """A step that one node cannot write is deleted on the other node too. Once there is space, saves succeed again."""
     local, full = cluster.folder / "local", cluster.folder / "local" / "rubbish"
     cluster.b.do("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", local)
     words = ["train 2", "pause full", "train 8", "pause empty", "train 3", "close"]
     job = cluster.start(*words, busy_timeout_s=4.0, shared_every=1000)
     job.wait("paused", name="full")
+    cluster.b.do("rm", local / "run" / ".reserve")  # otherwise this room is used first
     subprocess.run(cluster.b.inside("dd", "if=/dev/zero", f"of={full}"), stderr=subprocess.DEVNULL, check=False)
     (cluster.folder / "full").touch()
     job.wait("paused", name="empty", timeout_s=150)
     for rank, found in enumerate(job.all("saved")):
         assert [one["step"] for one in found if one["error"]] == list(range(3, 11)), f"rank {rank}"
-    state = cluster.roots()["a"]
-    assert state.steps == [1, 2] and state.held[-4:] == [7, 8, 9, 10]
-    assert len(state.held) <= 5
-    assert eventually(lambda: len(data_files(cluster.a.disk / "run")) <= 2 * 7)
+    assert eventually(lambda: cluster.roots()["a"].steps == [1, 2])
+    assert eventually(lambda: len(data_files(cluster.a.disk / "run")) <= 2 * 3)
     cluster.b.do("rm", full)
     (cluster.folder / "empty").touch()
     job.end()
     for found in job.all("saved"):
         assert {one["step"]: one["error"] for one in found if one["step"] > 10} == {11: None, 12: None, 13: None}
-    assert cluster.roots()["a"].steps[-3:] == [11, 12, 13] and not cluster.roots()["a"].held
+    assert cluster.roots()["a"].steps[-3:] == [11, 12, 13]
 
 
 @pytest.mark.long
@@ -543,7 +582,7 @@ def test_writers_die_all_the_time(cluster: Cluster) -> None:
     while min(deaths.values()) < 3 and not job.all("closed")[0]:
         node = rng.choice([cluster.a, cluster.b])
         for process in node.processes(inside.WRITER):
-            place = int(next(word for word in process.cmdline() if word.endswith(".log"))[-5])
+            place = int(process.cmdline()[3]) % 2  # "ckpt-writer RUN rank N KEY"
             if deaths[node.name, place] < 3 and rng.random() < 0.5:
                 deaths[node.name, place] += 1
                 process.kill()
@@ -552,12 +591,12 @@ def test_writers_die_all_the_time(cluster: Cluster) -> None:
     assert sum(deaths.values()) > 4
     check_saved(job, set(range(1, 31)))
     roots = cluster.roots()
-    assert roots["a"].steps == roots["b"].steps == [27, 28, 29, 30]
-    assert not roots["a"].held and not roots["b"].held
+    assert roots["a"].steps[-4:] == roots["b"].steps[-4:] == [27, 28, 29, 30]
+    assert max(len(roots[name].steps) for name in "ab") <= 6
 
 
 @pytest.mark.long
-def test_negative_control_a_shared_disk_has_no_held_records(cluster: Cluster) -> None:
+def test_negative_control_a_shared_disk_has_all_parts(cluster: Cluster) -> None:
     """If both nodes have the same disk, one of them commits there immediately, and the checks above fail."""
     cluster.a.die()
     cluster.b.die()

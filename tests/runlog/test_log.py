@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.core.checkpoint import commits as commits
-from ckpt.core.checkpoint import retention
+from ckpt.core.checkpoint import losses, retention
 from ckpt.core.checkpoint.commits import Role
 from ckpt.core.checkpoint.read import load_all, verify
 from ckpt.core.checkpoint.retention import Keep
@@ -26,6 +26,7 @@ from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import (
     MAX_NEEDS,
+    STEPS,
     CheckpointId,
     DataFile,
     Manifest,
@@ -50,6 +51,7 @@ from ckpt.errors import (
     OutcomeUnknownError,
     SaveError,
 )
+from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
 from logs import DIGEST, checkpoint, committed, folded, new_log, record, reopened
@@ -98,45 +100,25 @@ def test_fold_commits_once_and_ends_permanently() -> None:
     assert set(late.commits) == {c} and not late.aborted
 
 
-def held(of: CheckpointId, world: int = 2) -> dict[str, Any]:
-    return {**committed(of), "type": "HELD", "id": f"held:{of}", "body": committed(of)["body"] | {"world": world}}
-
-
 def aborted(of: CheckpointId, reason: str = "", request: str = "") -> dict[str, Any]:
     return record("ABORT", {"checkpoint": str(of), "reason": reason}, request=request or f"abort:{of}")
 
 
-def test_fold_of_held_checkpoints() -> None:
-    """HELD neither makes nor ends a checkpoint. COMMIT, ABORT and PLAN end HELD, and a later HELD has no effect."""
-    a, b, c, d = (checkpoint(1, step) for step in (1, 2, 3, 4))
-    state = folded(acquired(1), held(a), held(b), held(c), held(d))
-    assert set(state.held) == {a, b, c, d} and not state.commits and not state.lineage()
-    assert not any(state.ended(one) for one in (a, b, c, d))
-    plan = record("PLAN", {"retire": [str(c)], "delete": []})
-    after = [committed(a), aborted(b), plan]
-    for order in itertools.permutations(after):
-        state = folded(acquired(1), held(a), held(b), held(c), held(d), *order, held(a), held(b), held(c))
-        assert (set(state.held), set(state.commits)) == ({d}, {a})
-        assert (state.aborted, state.retired) == ({b}, {c})
-
-
-def needing(of: CheckpointId, *needs: CheckpointId, kind: str = "COMMIT") -> dict[str, Any]:
+def needing(of: CheckpointId, *needs: CheckpointId) -> dict[str, Any]:
     body = committed(of)["body"] | {"needs": [str(need) for need in needs]}
-    return record(kind, body, request=f"{kind.lower()}:{of}")
+    return record("COMMIT", body, request=f"commit:{of}")
 
 
 def test_record_lists_bases_of_an_increment() -> None:
-    """COMMIT and HELD list it, and a full checkpoint has no such field. A SNAPSHOT keeps the lists of both."""
-    a, b, c, d = (checkpoint(1, step) for step in (1, 2, 3, 4))
-    state = folded(acquired(1), committed(a), committed(b), needing(c, a, b), needing(d, b, kind="HELD"))
+    """A COMMIT lists them, and a full checkpoint has no such field. A SNAPSHOT keeps the list."""
+    a, b, c = (checkpoint(1, step) for step in (1, 2, 3))
+    state = folded(acquired(1), committed(a), committed(b), needing(c, a, b))
     assert [state.commits[one].needs for one in (a, b, c)] == [(), (), (a, b)]
     assert [state.commits[one].full for one in (a, b, c)] == [True, True, False]
-    assert state.held[d].needs == (b,)
     assert "needs" not in commit_body(state.commits[a]) and commit_body(state.commits[a]) == committed(a)["body"]
     assert commit_body(state.commits[c]) == needing(c, a, b)["body"]
     state.next_seq = 8
-    again = expand(json.loads(json.dumps(summary(state))))
-    assert (again.commits, again.held) == (state.commits, state.held)
+    assert expand(json.loads(json.dumps(summary(state)))).commits == state.commits
 
 
 OTHERS = {
@@ -155,11 +137,10 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
-def test_record_with_invalid_bases_is_rejected(kind: str, name: str) -> None:
+def test_record_with_invalid_bases_is_rejected(name: str) -> None:
     """Records and manifests may list only older checkpoints, each once, in order, up to the limit."""
     of = checkpoint(1, 5 if name != "in the order of text" else 50)
-    bad = needing(of, kind=kind)
+    bad = needing(of)
     bad["body"] = bad["body"] | {"needs": OTHERS[name]}
     state, same = folded(acquired(1)), folded(acquired(1))
     with pytest.raises(CorruptError):
@@ -240,9 +221,7 @@ def test_files_are_deleted_from_the_index_to_the_data() -> None:
         record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": 3, "manifests": [[1, DIGEST], [1, DIGEST]]}),
         record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": 3, "manifests": [[3, DIGEST]]}),
         record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": 3, "manifests": [[True, DIGEST]]}),
-        record("HELD", committed(checkpoint(1, 1))["body"] | {"manifests": []}),
-        record("HELD", committed(checkpoint(1, 1))["body"] | {"world": 0}),
-        record("HELD", {"checkpoint": str(checkpoint(1, 1))}),
+        record("COMMIT", {"checkpoint": str(checkpoint(1, 1))}),
         record("ABORT", {"checkpoint": str(checkpoint(1, 1))}),
         record("COMMIT", committed(checkpoint(1, 1))["body"] | {"manifests": []}),
         record("COMMIT", committed(checkpoint(1, 1))["body"] | {"manifests": [[1, DIGEST]]}),
@@ -579,35 +558,20 @@ def test_negative_control_consistent_manifests_are_accepted() -> None:
 HERE = Role((0, 1), 0, 4)
 
 
-async def held_here(step: int = 1) -> tuple[Ranks, WrittenManifest]:
-    """Write the manifests of the two ranks of one node, out of four ranks."""
-    ranks = await Ranks.open(4)
-    own = await ranks.write(0, step)
-    await ranks.write(1, step)
-    return ranks, own
-
-
 @pytest.mark.usefixtures("hasty")
-def test_manifests_of_one_node_stay_held_until_completed() -> None:
-    """HELD is appended once, and does not make a checkpoint. `complete` makes one of the manifests on this disk."""
+def test_node_commits_the_manifests_of_its_ranks() -> None:
+    """Each node commits what its own ranks have stored, once, and only when all of them have."""
 
     async def scenario() -> None:
-        (ranks, own), said = await held_here(), list[CheckpointId]()
-        waiting = asyncio.create_task(ranks.settle(own, HERE, on_held=lambda: said.append(ranks.checkpoint())))
-        other = replace(HERE, place=1)
-        neighbour = asyncio.create_task(ranks.settle(await ranks.write(1, number=1), other, on_held=lambda: None))
+        ranks = await Ranks.open(4)
+        own = await ranks.write(0)
+        waiting = asyncio.create_task(ranks.settle(own, HERE))
         await asyncio.sleep(0.05)
-        assert said == [ranks.checkpoint()] and not waiting.done() and not neighbour.done()
-        state = (await reopened(ranks.store)).state
-        assert not state.commits and not state.lineage() and not state.held[ranks.checkpoint()].whole
-        for _ in range(2):
-            await commits.complete(ranks.logs[2], ranks.mine, ranks.checkpoint())
-        await asyncio.wait_for(asyncio.gather(waiting, neighbour), 30)
-        assert ranks.appended == [(0, "HELD"), (2, "COMMIT")] and len(said) == 1
-        state = (await reopened(ranks.store)).state
-        (found,) = state.lineage()
-        assert (state.held, found.world, found.whole) == ({}, 4, False)
-        assert [rank for rank, _ in found.manifests] == [0, 1]
+        assert not waiting.done() and not ranks.appended
+        await asyncio.gather(waiting, ranks.settle(await ranks.write(1), replace(HERE, place=1)))
+        assert [kind for _, kind in ranks.appended] == ["COMMIT"]
+        (found,) = (await reopened(ranks.store)).state.lineage()
+        assert (found.world, found.whole) == (4, False) and [rank for rank, _ in found.manifests] == [0, 1]
         assert await verify(ranks.store, found) == []
         with pytest.raises(CorruptError, match="only 2 of the 4 ranks"):
             (await load_all(ranks.store, found)).saved()
@@ -615,25 +579,37 @@ def test_manifests_of_one_node_stay_held_until_completed() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.usefixtures("hasty")
-def test_held_checkpoint_survives_deadline_until_abort() -> None:
-    """Other nodes may still have their files: at the deadline the waiting writer raises SaveError without ABORT. Only
-    an ABORT with `held=True` ends it."""
+# -- indexes without a record --
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_index_counts_as_lost_only_if_it_stays_unrecorded(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that saves all the time has a new index at each check, whose record follows. An index that stays without a
+    record may be a lost checkpoint."""
+    monkeypatch.setattr(losses, "RECORDED_S", 0.5)
+    monkeypatch.setattr(losses, "PAUSE_S", 0.01)
 
     async def scenario() -> None:
-        ranks, own = await held_here()
-        (said,) = refused(await asyncio.gather(ranks.settle(own, HERE, deadline_s=0.1), return_exceptions=True))
-        assert "the disks of other nodes" in said
-        log = await reopened(ranks.store)
-        assert set(log.state.held) == {ranks.checkpoint()} and not log.state.aborted
-        await commits.abort(log, ranks.mine, ranks.checkpoint(), "ABORT that does not end HELD")
-        assert set(log.state.held) == {ranks.checkpoint()} and not log.state.aborted
-        await commits.abort(log, ranks.mine, ranks.checkpoint(), "other nodes do not have their files", held=True)
-        assert not log.state.held
-        await commits.complete(log, ranks.mine, ranks.checkpoint())
-        assert not log.state.commits
-        (said,) = refused(await asyncio.gather(ranks.settle(own, HERE), return_exceptions=True))
-        assert "other nodes do not have" in said
+        ranks = await Ranks.open(1)
+        log, step = ranks.logs[0], 1
+        ranks.store.objects[index_key(ranks.checkpoint(step))] = b"index"
+        reader = await reopened(ranks.store)
+        listing = ranks.store.list
+
+        async def list_and_save(prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            """List, and then save the step that was listed and begin the next one, as a running job does."""
+            nonlocal step
+            async for info in listing(prefix):
+                yield info
+            if busy and prefix == STEPS:
+                done = Record("COMMIT", committed(ranks.checkpoint(step))["body"], f"commit:{step}")
+                await log.append(lambda _: done, owner=None)
+                step += 1
+                ranks.store.objects[index_key(ranks.checkpoint(step))] = b"index"
+
+        reader.store.list = list_and_save  # type: ignore[method-assign]
+        found = await losses.of_log(reader)
+        assert [loss.checkpoints for loss in found] == ([] if busy else [(ranks.checkpoint(1),)])
 
     asyncio.run(scenario())
 
@@ -653,10 +629,10 @@ class Left:
 
 LEFT: dict[str, Left] = {
     "nothing but a data file": Left((), "ABORT", "ABORT"),
-    "some parts": Left((0, 1), "ABORT", "HELD"),
-    "one part": Left((1,), "ABORT", "HELD"),
+    "some parts": Left((0, 1), "ABORT", "COMMIT"),
+    "one part": Left((1,), "ABORT", "COMMIT"),
     "all parts": Left((0, 1, 2), "COMMIT", "COMMIT"),
-    "all parts, one damaged": Left((0, 1, 2), "ABORT", "HELD", damaged=(1,)),
+    "all parts, one damaged": Left((0, 1, 2), "ABORT", "COMMIT", damaged=(1,)),
     "all parts, all damaged": Left((0, 1, 2), "ABORT", "ABORT", damaged=(0, 1, 2)),
 }
 
@@ -674,7 +650,7 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", LEFT)
 def test_recovery_decides_every_unfinished_checkpoint(name: str, partial: bool) -> None:
-    """A complete checkpoint gets COMMIT, others ABORT. If other nodes may have the rest, intact manifests get HELD."""
+    """A complete checkpoint gets COMMIT, others ABORT. If other nodes may have the rest, intact manifests suffice."""
 
     async def scenario() -> None:
         ranks, left = await Ranks.open(), LEFT[name]
@@ -685,15 +661,14 @@ def test_recovery_decides_every_unfinished_checkpoint(name: str, partial: bool) 
             done = await commits.recover(log, mine, partial=partial)
             expected = left.partial if partial else left.shared
             state = (await reopened(ranks.store)).state
-            found = {"COMMIT": state.commits, "HELD": state.held, "ABORT": state.reasons}
+            found = {"COMMIT": state.commits, "ABORT": state.reasons}
             assert [kind for kind, which in found.items() if ranks.checkpoint() in which] == [expected]
             assert state.next_seq == 3 and not state.damaged
         assert not done.rolled_forward and not done.aborted
-        if expected == "HELD":
-            whole = [rank for rank in left.ranks if rank not in left.damaged]
-            assert [rank for rank, _ in state.held[ranks.checkpoint()].manifests] == whole
-            assert state.held[ranks.checkpoint()].world == WORLD
         if expected == "COMMIT":
+            intact = [rank for rank in left.ranks if rank not in left.damaged]
+            assert [rank for rank, _ in state.commits[ranks.checkpoint()].manifests] == intact
+            assert state.commits[ranks.checkpoint()].world == WORLD
             assert await verify(ranks.store, state.commits[ranks.checkpoint()]) == []
 
     asyncio.run(scenario())
@@ -752,39 +727,6 @@ class Chain:
         for found in state.commits.values():
             assert await verify(self.store, found) == []
         return sorted(found.step for found in state.commits.values())
-
-
-@pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("gone", [False, True])
-def test_held_increment_without_base_is_aborted(gone: bool) -> None:
-    """If the base is gone, `complete` fails and ends the checkpoint, and the waiting writer gets the reason. While the
-    base exists, it commits."""
-
-    async def scenario() -> None:
-        chain = await Chain.open()
-        own = await chain.build(2)
-        own = replace(own, manifest=replace(own.manifest, world=2))
-        waiting = asyncio.create_task(
-            settling.settle(chain.log, lambda: chain.mine, own, Role((0,), 0, 2), deadline_s=1000)
-        )
-        other = await reopened(chain.store)
-        while chain.checkpoint(2) not in other.state.held:
-            await asyncio.sleep(0.01)
-            await other.refresh()
-        if not gone:
-            await commits.complete(other, chain.mine, chain.checkpoint(2))
-            await asyncio.wait_for(waiting, 30)
-            assert other.state.commits[chain.checkpoint(2)].needs == (chain.checkpoint(1),)
-            return
-        await chain.lose(1)
-        with pytest.raises(SaveError, match="step 1, which was retired"):
-            await commits.complete(other, chain.mine, chain.checkpoint(2))
-        (said,) = refused(await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 30))
-        assert "step 1, which was retired" in said
-        assert not other.state.held and await chain.sound() == []
-        await commits.complete(other, chain.mine, chain.checkpoint(2))  # nothing is left to do
-
-    asyncio.run(scenario())
 
 
 def test_copied_increment_needs_no_base_checkpoint() -> None:

@@ -4,7 +4,8 @@
 
 A checkpoint exists once its COMMIT record is durable. Before that, the verified manifests of all ranks already form a
 consistent checkpoint, because all ranks use the same checkpoint id. So recovery commits complete checkpoints, and
-aborts incomplete ones. A checkpoint that cannot be read at that moment stays open.
+aborts incomplete ones. On a disk that only one node sees, a checkpoint has the manifests of that node's ranks, and the
+trainers acknowledge it once every node has committed it. A checkpoint that cannot be read at that moment stays open.
 
 `commit` checks that the manifests fit together, that they cover all elements, and that all files exist. Then it stores
 the index. The record is appended only if, in the state before it, each file either belongs to this checkpoint or is
@@ -18,7 +19,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,6 @@ def check_files(
             if copied:
                 raise SaveError(f"step {checkpoint.step} builds on {key}, which no live checkpoint uses")
             raise cannot_build_on(checkpoint, f"{key}, which no live checkpoint uses")
-
-
-def check_live(state: RunState, checkpoint: CheckpointId, needs: Iterable[CheckpointId]) -> None:
-    """Raise SaveError unless every checkpoint that a HELD checkpoint builds on is live in this state."""
-    for base in needs:
-        if base not in state.commits:
-            raise SaveError(f"step {checkpoint.step} builds on step {base.step}, which was retired")
 
 
 def check_trusted(manifests: Sequence[WrittenManifest], distrusted: CheckpointId | None) -> None:
@@ -350,11 +344,10 @@ async def commit(
     mine: Acquire | None,
     manifests: list[WrittenManifest],
     *,
-    kind: str = "COMMIT",
     used: Mapping[CheckpointId, Set[str]] | None = None,
     at: float | None = None,
 ) -> Commit:
-    """Commit a checkpoint, given one manifest for each rank. Repeated calls are harmless.
+    """Commit a checkpoint, given one manifest for each rank that sees this store. Repeated calls are harmless.
 
     Raise SaveError if the checkpoint was aborted before, or if it uses older data files that are missing or that none
     of the checkpoints it builds on uses now. Raise FencedError if a newer job owns the run.
@@ -389,16 +382,14 @@ async def commit(
     point("index.stored")
 
     def make(state: RunState) -> Record | None:
-        if state.ended(checkpoint) or (kind == "HELD" and checkpoint in state.held):
+        if state.ended(checkpoint):
             return None
         # A data file of a retired checkpoint is allowed if a live checkpoint that was built on it still uses the file.
         check_files(state, checkpoint, files, used or {}, copied=copied)
-        if kind == "HELD":
-            check_live(state, checkpoint, found.needs)  # the COMMIT repeats this check
-        return Record(kind, commit_body(found), f"{kind.lower()}:{checkpoint}")
+        return Record("COMMIT", commit_body(found), f"commit:{checkpoint}")
 
     state = await log.append(make, owner=mine)
-    landed = state.commits.get(checkpoint) or (state.held.get(checkpoint) if kind == "HELD" else None)
+    landed = state.commits.get(checkpoint)
     if landed is None:
         log.check_owner(mine)  # raises if a newer job ended the checkpoint
         if checkpoint in state.retired and checkpoint not in state.reasons:
@@ -472,26 +463,6 @@ async def check_there(store: Store, checkpoint: CheckpointId, files: Iterable[st
     await of_each(sorted(borrowed), check)
 
 
-async def complete(log: RunLog, mine: Acquire, checkpoint: CheckpointId) -> None:
-    """Commit a checkpoint that is HELD in this store, because the disks of all other nodes have their manifests too.
-
-    If it builds on a checkpoint that was retired, abort it and raise SaveError.
-    """
-
-    def make(state: RunState) -> Record | None:
-        held = state.held.get(checkpoint)
-        if held is None or state.ended(checkpoint):
-            return None
-        check_live(state, checkpoint, held.needs)
-        return Record("COMMIT", commit_body(replace(held, time=time.time())), f"commit:{checkpoint}")
-
-    try:
-        await log.append(make, owner=mine)
-    except SaveError as error:
-        await abort(log, mine, checkpoint, str(error), held=True)
-        raise
-
-
 def given_up(state: RunState, checkpoint: CheckpointId) -> SaveError:
     """Return the error that explains why a checkpoint was aborted or skipped."""
     why = state.reasons.get(checkpoint, "the reason is no longer known")
@@ -499,27 +470,23 @@ def given_up(state: RunState, checkpoint: CheckpointId) -> SaveError:
 
 
 async def commit_or_end(
-    log: RunLog, mine: Acquire, manifests: list[WrittenManifest], *, kind: str, distrusted: CheckpointId | None = None
+    log: RunLog, mine: Acquire, manifests: list[WrittenManifest], *, distrusted: CheckpointId | None = None
 ) -> None:
     """Commit these manifests. If they cannot form a checkpoint, abort it and raise. `distrusted`: see `Encoder`."""
     try:
         check_trusted(manifests, distrusted)
-        await commit(log, mine, manifests, kind=kind)
+        await commit(log, mine, manifests)
     except SaveError as error:
         await abort(log, mine, manifests[0].checkpoint, str(error))
         raise
 
 
-async def abort(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: str, *, held: bool = False) -> None:
-    """Abort a checkpoint that must not be committed any more, so that its files can be cleaned up.
-
-    A HELD checkpoint may already be committed on the disks of other nodes, so it is aborted only if `held` is True.
-    """
+async def abort(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: str) -> None:
+    """Abort a checkpoint that must not be committed any more, so that its files can be cleaned up."""
 
     def make(state: RunState) -> Record | None:
         body = {"checkpoint": str(checkpoint), "reason": reason[:500]}
-        kept = state.ended(checkpoint) or (checkpoint in state.held and not held)
-        return None if kept else Record("ABORT", body, f"abort:{checkpoint}")
+        return None if state.ended(checkpoint) else Record("ABORT", body, f"abort:{checkpoint}")
 
     await log.append(make, owner=mine)
 
@@ -534,7 +501,7 @@ async def retract(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: 
         body = {"retire": [str(checkpoint)], "delete": [], "reason": reason[:500]}
         return Record("PLAN", body, f"retract:{checkpoint}") if checkpoint in state.commits else None
 
-    await abort(log, mine, checkpoint, reason, held=True)  # after this it can no longer be committed
+    await abort(log, mine, checkpoint, reason)  # after this it can no longer be committed
     await log.append(make, owner=mine)
     with contextlib.suppress(StoreError):
         keys = [info.key async for info in log.store.list(folder_of(checkpoint))]
@@ -554,8 +521,8 @@ async def recover(
 ) -> Recovery:
     """Commit every unfinished checkpoint that is complete, and abort the others. Skip those `in_flight` in this job.
 
-    `partial`: True if this tier has the manifests of only some ranks. In that case, a checkpoint with intact manifests
-    becomes HELD, because the disks of other nodes may have the rest.
+    `partial`: True if only some ranks see this tier. In that case, every checkpoint with intact manifests is committed,
+    because the disks of other nodes may have the rest. A restore needs all of it.
 
     A damaged log record may have aborted a checkpoint even if all its manifests exist. So if there is one, a checkpoint
     is committed only if its index exists, which is stored just before a commit. Otherwise it is aborted.
@@ -564,13 +531,13 @@ async def recover(
     state = await log.refresh()
     done = Recovery()
     for checkpoint in sorted(found):
-        if state.ended(checkpoint) or checkpoint in in_flight or checkpoint in state.held:
+        if state.ended(checkpoint) or checkpoint in in_flight:
             continue
         try:
             manifests = list((await intact_manifests(log.store, checkpoint, found[checkpoint])).values())
             forward, reason = await _is_to_land(log, checkpoint, manifests, partial)
             if forward:
-                await commit_or_end(log, mine, manifests, kind="COMMIT" if is_whole(manifests) else "HELD")
+                await commit_or_end(log, mine, manifests)
                 done.rolled_forward.append(checkpoint)
                 logger.info("rolled step %d forward: all of it had been written before the crash", checkpoint.step)
                 continue

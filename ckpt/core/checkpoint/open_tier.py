@@ -70,6 +70,7 @@ class OpenTier:
     leaving: set[str] = field(default_factory=set)  # files that will be deleted after the grace period
     graces: set[asyncio.Task[None]] = field(default_factory=set)
     warned: set[CheckpointId] = field(default_factory=set)  # unreadable checkpoints that the user was warned of
+    everywhere: CheckpointId | None = None  # on a disk of one node: the newest checkpoint known to be on all nodes
     tidied: set[CheckpointId] = field(default_factory=set)  # aborted checkpoints that have no files
     trimmer: Trimmer = field(default_factory=Trimmer)
 
@@ -142,7 +143,7 @@ class OpenTier:
 
         rank: the rank whose files are deleted; default: every rank
         """
-        if checkpoint in self.log.state.commits or checkpoint in self.log.state.held:
+        if checkpoint in self.log.state.commits:
             return
         try:
             keys = [info.key async for info in self.store.list(folder_of(checkpoint))]
@@ -165,7 +166,6 @@ class OpenTier:
 
     async def _sweep(self, owner: Acquire, notify: Callable[[Note], None]) -> None:
         await self.keep_noted(owner)
-        await self._give_up_old(owner)
         state = self.log.state
         doomed = retention.choose(state, self.keep, self.verified) - self._pinned(state)
         full = not self.store.remote or self.sweeps % LIST_EVERY == 0
@@ -209,10 +209,16 @@ class OpenTier:
             self.tidied |= left - self.in_flight
 
     def _pinned(self, state: RunState) -> set[CheckpointId]:
-        """Return the checkpoints that must stay: those that other checkpoints use, and steps that training keeps."""
+        """Return the checkpoints that must stay: those that other checkpoints use, and steps that training keeps.
+
+        On a disk of one node, the newest checkpoint that all nodes have stays too, and so do newer ones, because other
+        nodes may still be writing them.
+        """
         wanted = {checkpoint for checkpoint in state.commits if checkpoint.step in (self.notes or ())}
         sources = set[CheckpointId]().union(*(self.sources.get(checkpoint, ()) for checkpoint in self.in_flight))
-        return {*self.promoting, *self.anchors.values(), *sources, *wanted}
+        last = self.everywhere
+        newer = {one for one in state.commits if last is None or one >= last} if self.role.partial else ()
+        return {*self.promoting, *self.anchors.values(), *sources, *wanted, *newer}
 
     def noted(self) -> dict[int, str]:
         """Return the notes of the steps that training keeps, from this job or otherwise from the log."""
@@ -253,15 +259,6 @@ class OpenTier:
                 repair = f"`ckpt repair {self.url}` shows what can be repaired"
                 _send_text(notify, f"{problem}, so clean-up there stops: {error}. {repair}")
         self.warned = set(unread)
-
-    async def _give_up_old(self, owner: Acquire) -> None:
-        """Abort old HELD checkpoints. They will never be committed, because newer steps were committed or are HELD."""
-        history, held = self.log.state.lineage(), sorted(self.log.state.held, reverse=True)
-        old = set(held[max(self.keep.last, retention.ALWAYS) :])
-        if len(history) >= retention.ALWAYS:
-            old |= {checkpoint for checkpoint in held if checkpoint < history[retention.ALWAYS - 1].checkpoint}
-        for checkpoint in sorted(old - self.in_flight):
-            await commits.abort(self.log, owner, checkpoint, "other nodes do not have their files", held=True)
 
     async def _delete_later(self, keys: Sequence[str]) -> None:
         """Delete files after the grace period. If the writer ends before that, the next job attempt deletes them."""

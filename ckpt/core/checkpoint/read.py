@@ -622,7 +622,7 @@ async def fetch_repaired(
 
 
 def _candidates(state: RunState, checkpoint: CheckpointId, here: bool) -> list[Commit]:
-    same = state.commits.get(checkpoint) or state.held.get(checkpoint)
+    same = state.commits.get(checkpoint)
     others = [c for c in state.lineage() if c.checkpoint != checkpoint]
     others.sort(key=lambda c: abs(c.step - checkpoint.step))  # nearby steps have the most bytes in common
     return [*([same] if same is not None and not here else []), *others[:NEARBY]]

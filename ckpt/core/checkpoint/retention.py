@@ -76,15 +76,13 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> d
     """Return a dict from every checkpoint that stays to the reason. Pure.
 
     Whatever `keep` is, these stay: checkpoints with a KEEP record, the newest two, the newest verified one, the newest
-    finite one, the newest two full ones (because many increments may depend on one of their chunks), and checkpoints
-    that a HELD checkpoint builds on.
+    finite one, and the newest two full ones, because many increments may depend on one of their chunks.
     """
     history, checked = state.lineage(), set(verified)
     rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.checkpoint, reverse=True)
     ordered: list[Commit] = [*history, *rest]
     newest, due = ordered[:ALWAYS], [c for c in ordered if c.reason == "due"]
     full = [c for c in ordered if c.full][:ALWAYS]
-    pinned = {need for held in state.held.values() for need in held.needs}
     rules: list[tuple[str, list[Commit]]] = [
         *(
             (f"kept: {note}", [c for c in ordered if c.checkpoint == checkpoint])
@@ -92,7 +90,6 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> d
         ),
         ("the newest two stay", newest),
         ("one of the newest two full ones", [c for c in full if c not in newest]),
-        ("in use by a checkpoint that is being written", [c for c in ordered if c.checkpoint in pinned]),
         ("the newest finite one", [c for c in ordered if c.finite is not False][:1]),
         (f"of the last {keep.last}", [] if keep.all else due[: keep.last]),
         (

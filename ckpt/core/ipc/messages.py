@@ -29,7 +29,7 @@ from msgspec import field
 from ckpt.errors import ProtocolError, from_wire, to_wire
 from ckpt.version import VERSION
 
-PROTOCOL = 11  # increase it whenever a message changes
+PROTOCOL = 12  # increase it whenever a message changes
 MIB = 1 << 20
 MOST_BYTES = 256 * MIB  # maximum size of any message
 MOST_NAME = 60  # maximum characters of an unknown name in an error
@@ -185,14 +185,12 @@ def refusal(name: str, problem: str) -> ProtocolError:
 
 class StoredNote(Note, frozen=True):
     """The bytes of a checkpoint are in a tier, or will be copied to it from a nearer tier, so the slot may be reused.
-    `held`: True if the note instead reports that this node's disk has the files of its ranks, and only files of other
-    nodes are missing. `checkpoint`: "" if the slot was being written when the trainer connected."""
+    `checkpoint`: "" if the slot was being written when the trainer connected."""
 
     tier: int = -1
     checkpoint: str = ""
     arena: str = ""
     slot: int = -1
-    held: bool = False
 
 
 class ProblemNote(Note, frozen=True):
@@ -347,10 +345,10 @@ class OwnRun(Request[list[PartsHere]], frozen=True):
 
 
 class ContinueRun(Request[None], frozen=True):
-    """Continue, because all ranks have recovered. `complete`: (tier, checkpoint), complete on all nodes together.
-    `resume`: resume copies to further tiers that a crash has interrupted."""
+    """Continue, because all ranks have recovered. `everywhere`: for tiers on the disks of nodes, the newest checkpoint
+    that all nodes have. `resume`: resume copies to further tiers that a crash has interrupted."""
 
-    complete: list[tuple[int, str]] = field(default_factory=list)
+    everywhere: list[tuple[int, str]] = field(default_factory=list)
     resume: bool = False
 
 
@@ -434,10 +432,11 @@ class WriteSlot(Request[WriteSlotReply], frozen=True):
 
 
 class Retract(Request[None], frozen=True):
-    """Abort the checkpoint of a snapshot, or retire it if it is already committed."""
+    """Abort the checkpoint of a snapshot, or retire it if it is already committed. `tier`: None for all tiers."""
 
     checkpoint: str
     reason: str
+    tier: int | None = None
 
 
 class KeptReply(Body, frozen=True):

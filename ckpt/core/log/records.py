@@ -1,8 +1,7 @@
 """The records of a run log, and the state of a run, which results from applying all records in order (`fold`).
 
 ACQUIRE   term, nonce, restored       a job takes ownership, or rolls back to `restored` (a checkpoint id or null)
-HELD      the fields of COMMIT        a disk that only some ranks share has their manifests
-COMMIT    checkpoint, world, manifests, index, finite, reason    the checkpoint exists, with the files of every rank
+COMMIT    checkpoint, world, manifests, index, finite, reason    the checkpoint exists, with the files of these ranks
           time                        time of the commit, in seconds since 1970
           needs                       the older checkpoints that it was built on, if any
 ABORT     checkpoint, reason          the checkpoint will never exist
@@ -168,7 +167,8 @@ class Acquire:
 class Commit:
     """The log record of a checkpoint.
 
-    manifests: (rank, digest of its manifest) for every rank whose files are in this store; `world` ranks saved
+    manifests: (rank, digest of its manifest) for every rank whose files are in this store. `world` ranks saved it. On
+        a disk of one node, these are the ranks of that node
     index: digest of the index
     needs: the older checkpoints whose data files it uses too, in their order. They may have been retired since, but
         those data files stay as long as this checkpoint uses them
@@ -207,7 +207,6 @@ class RunState:
     last: str = ""  # SHA-256 of the bytes of the newest record
     acquires: list[Acquire] = field(default_factory=list)
     commits: dict[CheckpointId, Commit] = field(default_factory=dict)  # checkpoints that exist
-    held: dict[CheckpointId, Commit] = field(default_factory=dict)  # this node's parts are in this store
     retired: CheckpointIds = field(default_factory=CheckpointIds)
     aborted: CheckpointIds = field(default_factory=CheckpointIds)
     reasons: dict[CheckpointId, str] = field(default_factory=dict)  # reasons why checkpoints were aborted or retired
@@ -275,17 +274,10 @@ def _acquire(state: RunState, body: dict[str, Any]) -> None:
     state.acquires.append(Acquire(term, str(body["nonce"]), None if restored is None else CheckpointId.parse(restored)))
 
 
-def _held(state: RunState, body: dict[str, Any]) -> None:
-    commit = _checked(body)
-    if not state.ended(commit.checkpoint):
-        state.held[commit.checkpoint] = commit
-
-
 def _commit(state: RunState, body: dict[str, Any]) -> None:
     commit = _checked(body)
     if not state.ended(commit.checkpoint):
         state.commits[commit.checkpoint] = commit
-    state.held.pop(commit.checkpoint, None)
 
 
 def _abort(state: RunState, body: dict[str, Any]) -> None:
@@ -293,13 +285,11 @@ def _abort(state: RunState, body: dict[str, Any]) -> None:
     if not state.ended(checkpoint):
         state.reasons[checkpoint] = str(body["reason"])[:500]
         state.aborted.add(checkpoint)
-    state.held.pop(checkpoint, None)
 
 
 def _plan(state: RunState, body: dict[str, Any]) -> None:
     for checkpoint in [CheckpointId.parse(text) for text in body["retire"]]:
         state.commits.pop(checkpoint, None)
-        state.held.pop(checkpoint, None)
         state.retired.add(checkpoint)
         if "reason" in body:
             state.reasons[checkpoint] = str(body["reason"])[:500]
@@ -327,13 +317,11 @@ def _ended(groups: Any, most: int) -> Any:
 
 
 _FOLDS = {
-    "ACQUIRE": _acquire, "HELD": _held, "COMMIT": _commit, "ABORT": _abort, "PLAN": _plan,
-    "KEEP": _keep, "SNAPSHOT": _snapshot,
+    "ACQUIRE": _acquire, "COMMIT": _commit, "ABORT": _abort, "PLAN": _plan, "KEEP": _keep, "SNAPSHOT": _snapshot,
 }  # fmt: skip
 TYPES = tuple(_FOLDS)
 TITLES = {  # for messages
     "ACQUIRE": "this job's ownership",
-    "HELD": "this node's part of the checkpoint",
     "COMMIT": "the checkpoint",
     "ABORT": "the abort of a save",
     "PLAN": "the list of checkpoints to delete",
@@ -343,7 +331,7 @@ TITLES = {  # for messages
 
 
 def _checked(body: dict[str, Any]) -> Commit:
-    """Return the checkpoint of a COMMIT or HELD record. Raise CorruptError if its ranks or values are invalid."""
+    """Return the checkpoint of a COMMIT record. Raise CorruptError if its ranks or values are invalid."""
     checkpoint = CheckpointId.parse(body["checkpoint"])
     manifests = tuple((rank, digest) for rank, digest in body["manifests"])
     world, index, finite = body["world"], body["index"], body["finite"]
@@ -365,7 +353,7 @@ def _checked(body: dict[str, Any]) -> Commit:
 
 
 def commit_body(commit: Commit) -> dict[str, Any]:
-    """Return the body of a COMMIT or HELD record. A full checkpoint has no `needs`."""
+    """Return the body of a COMMIT record. A full checkpoint has no `needs`."""
     body: dict[str, Any] = {
         "checkpoint": str(commit.checkpoint),
         "world": commit.world,
@@ -384,7 +372,6 @@ def summary(state: RunState) -> dict[str, Any]:
     return {
         "acquires": [[a.term, a.nonce, a.restored and str(a.restored)] for a in state.acquires],
         "commits": [commit_body(state.commits[a]) for a in sorted(state.commits)],
-        "held": [commit_body(state.held[a]) for a in sorted(state.held)],
         "retired": state.retired.to_json(),
         "aborted": state.aborted.to_json(),
         "reasons": [[str(a), why] for a, why in list(state.reasons.items())[-MAX_REASONS:]],
@@ -399,7 +386,6 @@ def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
     try:
         state = RunState(
             commits={one.checkpoint: one for one in map(_checked, body["commits"])},
-            held={one.checkpoint: one for one in map(_checked, body["held"])},
             retired=CheckpointIds.from_json(body["retired"], most),
             aborted=CheckpointIds.from_json(body["aborted"], most),
             reasons={CheckpointId.parse(a): str(why) for a, why in body.get("reasons", ())},

@@ -538,7 +538,7 @@ class RunLog(LogFiles):
         state = self.state
         if state.next_seq == 0 or state.next_seq % SNAPSHOT_EVERY or state.damaged:
             return None
-        if sum(len(commit.manifests) for commit in (*state.commits.values(), *state.held.values())) > MAX_PARTS:
+        if sum(len(commit.manifests) for commit in state.commits.values()) > MAX_PARTS:
             return None
         return Record("SNAPSHOT", summary(state), f"snapshot:{state.next_seq}")
 
@@ -571,7 +571,7 @@ def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) 
     """Return the error for a failed append. A folder without permission has no new record, but a bucket may have it."""
     title = TITLES[record.type]
     if isinstance(error, AccessError) and not put and not store.remote:
-        return AccessError(f"{title} cannot be recorded: {error}")
+        return AccessError(f"{title} cannot be recorded: {error}", advice="")
     return OutcomeUnknownError(f"cannot determine whether {title} is recorded in {store.url}: {error}")
 
 

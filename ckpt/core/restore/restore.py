@@ -157,8 +157,7 @@ class Candidates:
         logs = read.run(all_of(_read_log(self._urls[i]) for i in mine)) if mine else []
         tiers: list[Json] = [None] * len(self._urls)
         for i, (log, _) in zip(mine, logs, strict=True):
-            commits: dict[CheckpointId, Commit] = {**log.state.held, **log.state.commits}
-            tiers[i] = [msgspec.to_builtins(commit) for commit in commits.values()]
+            tiers[i] = [msgspec.to_builtins(commit) for commit in log.state.commits.values()]
         acquires = {*self._acquires, *(a for log, _ in logs for a in log.state.acquires)}
         lost = [*self._held_damage, *(one for _, damage in logs for one in damage)]
         return {

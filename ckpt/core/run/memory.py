@@ -490,7 +490,7 @@ class Writes:
     def __init__(self, writer: WriterSupervisor, stager: Stager) -> None:
         self._writer, self._stager = writer, stager
         self._writes: list[WriteInFlight] = []
-        self._retracts: dict[CheckpointId, str] = {}
+        self._retracts: dict[messages.Retract, None] = {}  # requests without a reply, in their order
         self._kept: messages.KeepSteps | None = None  # the last request to keep steps, for the next writer
 
     def write(self, write: WriteInFlight) -> None:
@@ -543,18 +543,19 @@ class Writes:
             if write.arena is not None:
                 self._stager.slots.unpin(write.arena.id, write.slot)
 
-    def retract(self, checkpoint: CheckpointId, reason: str) -> None:
-        """Make the writer abort the checkpoint of a snapshot, and retire it if it was committed."""
+    def retract(self, checkpoint: CheckpointId, reason: str, tier: int | None = None) -> None:
+        """Make the writer abort the checkpoint of a snapshot, and retire it if it was committed. Default: all tiers."""
+        request = messages.Retract(str(checkpoint), reason, tier)
         with self._writer.lock:
-            self._retracts[checkpoint] = reason  # kept until the writer replies, because the writer may die before
-            self._send_retract(self._writer.client, checkpoint, reason)
+            self._retracts[request] = None  # kept until the writer replies, because the writer may die before
+            self._send_retract(self._writer.client, request)
 
-    def _send_retract(self, client: WriterClient, checkpoint: CheckpointId, reason: str) -> None:
+    def _send_retract(self, client: WriterClient, request: messages.Retract) -> None:
         def done(future: Future[tuple[None, list[int]]]) -> None:
             if not isinstance(future.exception(), WriterError):
-                self._retracts.pop(checkpoint, None)
+                self._retracts.pop(request, None)
 
-        client.send(messages.Retract(str(checkpoint), reason)).add_done_callback(done)
+        client.send(request).add_done_callback(done)
 
     def keep_steps(self, notes: Mapping[int, str]) -> None:
         """Pin these steps in every tier. They replace the steps that were pinned before."""
@@ -571,8 +572,8 @@ class Writes:
     def on_new_writer(self, client: WriterClient) -> None:
         if self._kept is not None:
             client.send(self._kept)
-        for checkpoint, reason in list(self._retracts.items()):
-            self._send_retract(client, checkpoint, reason)
+        for request in list(self._retracts):
+            self._send_retract(client, request)
         for write in list(self._writes):
             self._send(client, write)
 

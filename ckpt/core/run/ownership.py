@@ -2,15 +2,16 @@
 each restore.
 
 If all ranks see the same tiers, rank 0 acquires the tiers during an agreement that takes place anyway, so a new term
-needs no further agreement. If a tier consists of node-local disks, each disk has its own log. In that case, all ranks
-agree on the term and on the complete checkpoints.
+needs no further agreement. If a tier consists of the disks of several nodes, each disk has its own log, and commits the
+parts of its own ranks. In that case, all ranks agree on the term, and on the newest checkpoint that all nodes have.
+A save to such a tier ends with one verdict for all ranks: `await_nodes`.
 
-In the background, ranks post which nodes hold their parts of a checkpoint, and when older memory can be released."""
+In the background, ranks also post when older memory can be released."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,12 @@ import msgspec
 from ckpt.core.checkpoint.commits import Role
 from ckpt.core.format.boxes import partner
 from ckpt.core.format.manifest import CheckpointId
-from ckpt.core.ipc.messages import ContinueRun, Partner, StoredNote
+from ckpt.core.ipc.messages import ContinueRun, Partner
 from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import Mailbox, World, together
+from ckpt.core.run.writer_link import HUNG_UP
 from ckpt.core.run.writer_supervisor import WriterSupervisor
-from ckpt.errors import CheckpointError, UsageError, from_wire, to_wire
+from ckpt.errors import CheckpointError, SaveError, UsageError, from_wire, to_wire
 from ckpt.events import log
 from ckpt.failpoints import point
 from ckpt.tiers import Memory, Tier
@@ -76,7 +78,6 @@ class Ownership:
             found = together(world, "open", prepare, decide)
             self.has_checkpoints, self.cadence = found["has"], found["cadence"]
             self._assign_roles(found["roots"])
-            self.supervisor.hear(StoredNote, self._on_stored)
             self.begin_term(found["term"], None, found["newest"])
             self._find_partner()
         except BaseException:
@@ -139,16 +140,14 @@ class Ownership:
             self.supervisor.send(ContinueRun(resume=True))
 
     def _begin_term_together(self, restored: CheckpointId | None, floor: int) -> None:
-        """Begin a term in separate agreements. A single rank and tiers on node-local disks use this method."""
+        """Begin a term in separate agreements. A single rank and tiers on the disks of nodes use this method."""
         run, owner = self.supervisor.run, self._acquire(restored, floor, all_ranks=True)
 
         def own() -> list[dict[str, Any]]:
             return [msgspec.structs.asdict(one) for one in run.own(owner, recover=restored is None)]
 
-        complete = together(self._world, "own", own, _complete)
-        first = [(tier, checkpoint) for tier, checkpoint in complete if run.roles[tier].place == 0]
-        if first:
-            self.supervisor.send(ContinueRun(first))
+        if everywhere := together(self._world, "own", own, _everywhere):
+            self.supervisor.send(ContinueRun([(tier, checkpoint) for tier, checkpoint in everywhere]))
 
     def _acquire(self, restored: CheckpointId | None, floor: int, *, all_ranks: bool = False) -> Acquire:
         """Acquire the tiers in which this rank is the lowest, in a term above `floor`. `all_ranks`: all take part."""
@@ -162,48 +161,70 @@ class Ownership:
                 point("run.taken")
                 return Acquire(terms[0], nonce, restored)
 
-    def _on_stored(self, note: StoredNote) -> None:
-        """Complete a checkpoint on node-local disks once every node has its parts. This node has its parts now."""
-        tier, checkpoint = note.tier, note.checkpoint
-        if not note.held or self.supervisor.run.roles[tier].place > 0:
-            return
-        roots, step = sorted(set(self.roots[tier])), CheckpointId.parse(checkpoint).step
-        self._when_all(
-            f"held/{tier}/{checkpoint}",
-            roots,
-            self._timeout_s,
-            lambda: self.supervisor.send(ContinueRun([(tier, checkpoint)])),
-            f"step {step} is on this node's disk only",
-        )
+    def is_on_nodes(self, tier: int) -> bool:
+        """Return True if a tier consists of the disks of several nodes, so that no node sees all of a checkpoint."""
+        return len(set(self.roots[tier])) > 1
+
+    def await_nodes(
+        self,
+        tier: int,
+        checkpoint: CheckpointId,
+        error: CheckpointError | None,
+        then: Callable[[CheckpointError | None], None],
+    ) -> None:
+        """Call `then` in the background with the outcome of a save on all nodes. `error`: why this node has failed.
+
+        The first rank of each node posts its outcome. Rank 0 waits for these posts, and posts the verdict. If a node
+        has failed, the other nodes retire their parts. If a node is silent, its outcome is unknown, and they keep them.
+        """
+        world, key, first = self._world, f"stored/{tier}/{checkpoint}", self.supervisor.run.roles[tier].place == 0
+
+        def share() -> None:
+            failure = error
+            try:
+                mailbox = self.mailbox()
+                if first:
+                    mailbox.put(f"{key}/{world.rank}", None if error is None else f"rank {world.rank}: {error}")
+                if world.rank == 0:
+                    nodes = sorted({0} if error is not None else set(self.roots[tier]))
+                    posts = mailbox.wait([f"{key}/{rank}" for rank in nodes], self._timeout_s, self._closed.is_set)
+                    mailbox.put(key, next(filter(None, posts), None))
+                if error is None and (why := mailbox.wait([key], 2 * self._timeout_s, self._closed.is_set)[0]):
+                    failure = SaveError(f"another node failed, {why}")
+                    if first:
+                        self.supervisor.writes.retract(checkpoint, why, tier)
+                elif error is None:
+                    self.supervisor.send(ContinueRun([(tier, str(checkpoint))]))
+            except CheckpointError as problem:
+                unknown = HUNG_UP if self._closed.is_set() else f"other nodes may not have their parts: {problem}"
+                failure = error or SaveError(unknown)
+            then(failure)
+
+        self._in_background(share)
 
     def tell_newer(self, term: int) -> None:
         """Post that this rank has newer snapshots. Allow the release of older memory once all have."""
 
-        def note() -> None:
-            if self.supervisor.owner.term == term:
-                self.supervisor.memory.everyone = True
-
-        otherwise = "memory from before the restart is kept, because other ranks have none that is newer"
-        self._when_all(f"newer/{term}", range(self._world.size), NEWER_S, note, otherwise)
-
-    def _when_all(
-        self, key: str, ranks: Iterable[int], timeout_s: float, then: Callable[[], object], otherwise: str
-    ) -> None:
-        """Post a key in the background, and call `then` when all `ranks` have posted it. On an error, log it with the
-        warning `otherwise`."""
-
         def tell() -> None:
             try:
                 mailbox = self.mailbox()
-                mailbox.put(f"{key}/{self._world.rank}", True)
-                mailbox.wait([f"{key}/{rank}" for rank in ranks], timeout_s, self._closed.is_set)
-                then()
+                mailbox.put(f"newer/{term}/{self._world.rank}", True)
+                others = [f"newer/{term}/{rank}" for rank in range(self._world.size)]
+                mailbox.wait(others, NEWER_S, self._closed.is_set)
             except CheckpointError as error:
                 if not self._closed.is_set():
-                    log.warning("%s: %s", otherwise, error)
+                    log.warning(
+                        "memory from before the restart is kept, because other ranks have none that is newer: %s", error
+                    )
+                return
+            if self.supervisor.owner.term == term:
+                self.supervisor.memory.everyone = True
 
+        self._in_background(tell)
+
+    def _in_background(self, work: Callable[[], None]) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=tell, name="ckpt-posts", daemon=True))
+        self._threads.append(threading.Thread(target=work, name="ckpt-posts", daemon=True))
         self._threads[-1].start()
 
     def close(self) -> None:
@@ -245,9 +266,11 @@ def _union(lists: list[Any]) -> list[Any]:
     return sorted({one for each in lists for one in each})
 
 
-def _complete(posts: list[Any]) -> list[tuple[int, str]]:
-    """Return (tier, checkpoint id) of each checkpoint whose parts are all on the disks of the nodes. Pure."""
-    found: dict[tuple[int, str], tuple[int, set[int]]] = {}
+def _everywhere(posts: list[Any]) -> list[tuple[int, str]]:
+    """Return, for each tier on the disks of nodes, the newest checkpoint whose parts are all on these disks. Pure."""
+    found: dict[tuple[int, CheckpointId], tuple[int, set[int]]] = {}
     for part in (part for post in posts for part in post):
-        found.setdefault((part["tier"], part["checkpoint"]), (part["world"], set()))[1].update(part["ranks"])
-    return [key for key, (world, ranks) in found.items() if len(ranks) == world]
+        key = part["tier"], CheckpointId.parse(part["checkpoint"])
+        found.setdefault(key, (part["world"], set()))[1].update(part["ranks"])
+    complete = sorted(key for key, (world, ranks) in found.items() if len(ranks) == world)
+    return [(tier, str(checkpoint)) for tier, checkpoint in dict(complete).items()]

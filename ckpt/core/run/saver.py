@@ -657,7 +657,7 @@ class Saver:
         if tier in self.owed and self.owed[tier][0].step <= step:
             del self.owed[tier]
         snapshot.writes[tier] = WriteState.WRITING
-        done = partial(self._on_written, snapshot, tier, time.monotonic())
+        done = partial(self._on_stored, snapshot, tier, time.monotonic())
         replicas = self.replicas.said_of(snapshot.checkpoint)
         arena, slot = snapshot.place or (None, -1)
         self._run.supervisor.writes.write(
@@ -684,8 +684,18 @@ class Saver:
                 self._follow(snapshot.save)
                 self._write_also(snapshot, tier)
 
-    def _on_written(
+    def _on_stored(
         self, snapshot: Snapshot, tier: int, began: float, error: CheckpointError | None, write: WriteInFlight
+    ) -> None:
+        """Record the result of a write. If the tier consists of the disks of nodes, first wait for all nodes."""
+        done = partial(self._on_written, snapshot, tier, began, write)
+        if self._run.ownership.is_on_nodes(tier) and HUNG_UP not in str(error):
+            self._run.ownership.await_nodes(tier, snapshot.checkpoint, error, done)
+        else:
+            done(error)
+
+    def _on_written(
+        self, snapshot: Snapshot, tier: int, began: float, write: WriteInFlight, error: CheckpointError | None
     ) -> None:
         """Record the result of a write."""
         run, save, url, step = self._run, snapshot.save, self._run.tiers[tier].url, snapshot.checkpoint.step

@@ -80,7 +80,7 @@ class WriterSupervisor:
         self.acknowledgements = Acknowledgements(self, self.layouts)
         self.run = RunOpener(self, self.memory, tiers, memory, world, commit_s, takeover, root)
         self.held = HeldSnapshots(key, self, stager, world, self.memory, self.layouts, self.run)
-        self._finder = WriterFinder(self, self.run, key, tiers, node)
+        self._finder = WriterFinder(self, self.run, key, tiers, world.rank, node)
         self.hear(messages.StoredNote, self._on_stored)
         self.hear(messages.ProblemNote, self._on_problem)
         self.held.check_left_over()
@@ -163,7 +163,7 @@ class WriterSupervisor:
     def _on_stored(self, note: messages.StoredNote) -> None:
         if not note.checkpoint:
             self.memory.on_read(note.arena, note.slot)
-        elif not note.held:
+        else:
             self.writes.on_stored(note)
 
     def _on_problem(self, note: messages.ProblemNote) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt import events
 from ckpt.core.cadence.ledger import Decision
 from ckpt.core.checkpoint import commits
 from ckpt.core.checkpoint.lease import Lease, check_free, last_decision, read_back
@@ -25,7 +24,7 @@ from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, acquire_o
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.promotion import IdleCores, threads
 from ckpt.core.writer.saver import WriterSaver
-from ckpt.errors import OutcomeUnknownError, SaveError, StoreError, UsageError
+from ckpt.errors import OutcomeUnknownError, StoreError, UsageError
 
 LOOK_BACK = 4  # number of earlier job attempts in which to look for save intervals
 
@@ -147,8 +146,8 @@ class TierOpener:
         await tier.drop_uploads(mine, wanted)
         if not tier.role.partial:
             return []
-        held = {**tier.log.state.held, **tier.log.state.commits}
-        return [PartsHere(number, str(a), one.world, [rank for rank, _ in one.manifests]) for a, one in held.items()]
+        here = tier.log.state.commits.values()
+        return [PartsHere(number, str(c.checkpoint), c.world, [rank for rank, _ in c.manifests]) for c in here]
 
     # -- after the run was opened --
 
@@ -174,21 +173,18 @@ class TierOpener:
             tier.encoder.distrust(CheckpointId(self.run.mine().term, 0, ""))
 
     @handles(messages.ContinueRun)
-    async def complete(self, request: messages.ContinueRun) -> None:
-        """Commit these checkpoints, because the other nodes have their parts too. Then resume interrupted copies."""
-        for number, checkpoint in request.complete:
-            tier = self.run.tiers[number]
-            try:
-                await commits.complete(tier.log, self.run.mine(), CheckpointId.parse(checkpoint))
-            except SaveError as error:  # the checkpoint was aborted, because a checkpoint that it builds on is gone
-                events.log.warning("%s: %s", tier.url, error)
+    def go_on(self, request: messages.ContinueRun) -> None:
+        """Note which checkpoints all nodes have. Then resume interrupted copies."""
+        for number, checkpoint in request.everywhere:
+            tier, known = self.run.tiers[number], CheckpointId.parse(checkpoint)
+            tier.everywhere = known if tier.everywhere is None else max(tier.everywhere, known)
         if request.resume:
             self.saver.begin_to_resume()
 
 
 def _found(tier: OpenTier) -> TierFound:
     state = tier.log.state
-    return TierFound(tier.log.root, state.term, len(state.commits) + len(state.held), state.damaged)
+    return TierFound(tier.log.root, state.term, len(state.commits), state.damaged)
 
 
 def _check_one_run(tiers: Sequence[OpenTier]) -> None:

@@ -40,36 +40,32 @@ async def settle(
     *,
     deadline_s: float,
     encoder: Encoder | None = None,
-    on_held: Callable[[], None] = lambda: None,
     on_slow: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Commit the checkpoint when the store has all parts, or wait until another rank's writer has committed it.
+    """Commit the checkpoint when the store has the parts of all its ranks, or wait until another rank's writer has
+    committed it.
 
     Raise SaveError if the checkpoint is aborted, or if parts are missing after `deadline_s`. `encoder`: the encoder of
-    this tier, which records damage in it. `on_held` is called when this disk has all its parts, but the checkpoint also
-    needs parts on other nodes. `on_slow` is called once if a rank is late, for example during a long evaluation.
+    this tier, which records damage in it. `on_slow` is called once if a rank is late, for example during a long
+    evaluation.
     """
     checkpoint = own.checkpoint
     remote = log.store.remote
     stagger_s, poll_s = (FAR_STAGGER_S, FAR_POLL_S) if remote else (STAGGER_S, POLL_S)
     report_s = FAR_REPORT_S if remote else REPORT_S
-    started, pause, told, reported = time.monotonic(), poll_s[0], False, role.place > 0 or len(role.ranks) == 1
+    started, pause, reported = time.monotonic(), poll_s[0], role.place > 0 or len(role.ranks) == 1
     while True:
         waited = time.monotonic() - started
         if waited >= role.place * stagger_s:
             parts = await _present(log.store, checkpoint, own, role)
-            if parts is not None and checkpoint not in log.state.held:
-                kind, distrusted = "HELD" if role.partial else "COMMIT", encoder.distrusted if encoder else None
-                await commit_or_end(log, owner(), parts, kind=kind, distrusted=distrusted)
+            if parts is not None:
+                await commit_or_end(log, owner(), parts, distrusted=encoder.distrusted if encoder else None)
         elif role.world > 1:
             await log.refresh()
         if _is_checkpoint(log.state, checkpoint):
             return
         log.check_owner(owner())
-        if checkpoint in log.state.held and not told:
-            told = True
-            on_held()
-        if waited > report_s and not reported and checkpoint not in log.state.held:
+        if waited > report_s and not reported:
             reported = True
             if missing := await _missing(log.store, checkpoint, own, role):
                 on_slow(f"step {checkpoint.step} is not in {log.store.url} yet: rank {missing} has not saved its shard")
@@ -105,10 +101,9 @@ async def _missing(store: Store, checkpoint: CheckpointId, own: WrittenManifest,
 async def _too_late(log: RunLog, mine: Acquire, own: WrittenManifest, role: Role, deadline_s: float) -> None:
     checkpoint = own.checkpoint
     missing = await _missing(log.store, checkpoint, own, role)
-    what = f"the manifests of ranks {missing}" if missing else "confirmation from the disks of other nodes"
+    what = f"the manifests of ranks {missing}" if missing else "the commit by another rank's writer"
     reason = f"{what} did not arrive within {deadline_s:g} s"
-    if not role.partial:
-        await abort(log, mine, checkpoint, reason)
-        if checkpoint in log.state.commits:
-            return  # committed at the last moment
+    await abort(log, mine, checkpoint, reason)
+    if checkpoint in log.state.commits:
+        return  # committed at the last moment
     raise SaveError(f"step {checkpoint.step} was not committed: {reason}")

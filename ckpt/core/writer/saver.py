@@ -377,7 +377,6 @@ class WriterSaver:
         part, run, checkpoint = written.manifest, self.run, written.checkpoint
         alike = part.world == tier.role.world
         role = tier.role if alike else commits.Role(tuple(range(part.world)), part.rank, part.world)
-        held = StoredNote(run.tiers.index(tier) if tier in run.tiers else -1, part.checkpoint, held=True)
         try:
             await run.as_owner(
                 tier.log,
@@ -388,7 +387,6 @@ class WriterSaver:
                     role,
                     encoder=tier.encoder,
                     deadline_s=run.commit_s * (FAR_PATIENCE if tier.store.remote else 1),
-                    on_held=lambda: self.trainer.tell(held),
                     on_slow=lambda text: self.trainer.tell(ProblemNote(text)),
                 ),
             )
@@ -408,8 +406,6 @@ class WriterSaver:
                 tier.encoder.distrust(checkpoint)
             if part.world > 1:
                 await self._give_up(tier, written, error)
-            if checkpoint in tier.log.state.held:
-                self._sweep_soon(tier)  # other incomplete checkpoints may have to be removed too
             if isinstance(error, RunGoneError):
                 await tier.remove_rest(checkpoint, part.rank)
             raise
@@ -441,12 +437,13 @@ class WriterSaver:
 
     @handles(Retract)
     async def retract(self, request: Retract) -> None:
-        """Abort or retire the checkpoint of a snapshot that failed or is inconsistent, in all tiers."""
+        """Abort or retire the checkpoint of a snapshot that failed or is inconsistent."""
         checkpoint = CheckpointId.parse(request.checkpoint)
-        self.memory.retracted.setdefault(checkpoint, request.reason)
+        if request.tier is None:
+            self.memory.retracted.setdefault(checkpoint, request.reason)
         failures: list[CheckpointError] = []
         with self.under_way():
-            for tier in self.run.tiers:  # all tiers, even if one fails
+            for tier in self.run.tiers if request.tier is None else [self.run.tiers[request.tier]]:  # even if one fails
                 try:
                     async with tier.busy:
                         await tier.prepare()
@@ -463,7 +460,7 @@ class WriterSaver:
         near = self.run.near(tier)
         if near is None:
             return set()
-        return {one.checkpoint for one in self._pending(near, tier)} | set(near.log.state.held)
+        return {one.checkpoint for one in self._pending(near, tier)}
 
     def _pending(self, near: OpenTier, tier: OpenTier) -> list[Commit]:
         return pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().term)
@@ -487,6 +484,8 @@ class WriterSaver:
             except CheckpointError as error:
                 events.log.warning("could not copy earlier checkpoints to %s: %s", tier.url, error)
                 continue
+            if near.role.partial:  # other nodes may lack newer ones, so the other tier would wait for them in vain
+                found = [one for one in found if near.everywhere is not None and one.checkpoint <= near.everywhere]
             for one in found:  # a damaged checkpoint must not block the others
                 if one.checkpoint not in tier.in_flight and adoptions == self.trainer.adoptions:
                     try:
@@ -609,7 +608,7 @@ class WriterSaver:
 
     def _newer(self, nearest: OpenTier, owed: Collection[CheckpointId] | None) -> list[CheckpointId]:
         """Return the steps in memory that are newer than all steps in the nearest tier."""
-        there = nearest.log.state.commits.keys() | nearest.log.state.held.keys()
+        there = nearest.log.state.commits
         return list(itertools.takewhile(lambda checkpoint: checkpoint not in there, self.in_memory(owed)))
 
     async def drain(

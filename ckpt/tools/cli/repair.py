@@ -136,7 +136,7 @@ def _wanted(log: RunLog, step: Which) -> list[Commit]:
 
 def _kin(log: RunLog, other: RunLog) -> bool:
     ours, theirs = log.state, other.state
-    return bool((ours.commits.keys() | ours.held.keys()) & (theirs.commits.keys() | theirs.held.keys()))
+    return bool(ours.commits.keys() & theirs.commits.keys())
 
 
 def _summary(found: AuditResult) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def why_not(near: RunState, far: RunState, commit: Commit) -> str:
 def starts(state: RunState) -> set[str]:
     """Return the nonces of all jobs that trained a run. They identify the run, because a copy has its own root id. The
     jobs of copied checkpoints are included."""
-    checkpoints = (*state.commits, *state.held, *state.retired, *state.aborted)
+    checkpoints = (*state.commits, *state.retired, *state.aborted)
     return {checkpoint.nonce for checkpoint in (*state.acquires, *checkpoints)}
 
 

@@ -57,10 +57,9 @@ class CopyFinder:
                     self._note(audit.store, table, wanted, bad)
         for other in (audit.log, *audit.others):
             known = {c.checkpoint for c in audit.commits} if other is audit.log else set[CheckpointId]()
-            commits = {**other.state.held, **other.state.commits}
-            for checkpoint in sorted(commits.keys() - known, reverse=True):
+            for checkpoint in sorted(other.state.commits.keys() - known, reverse=True):
                 try:
-                    async for table in read.tables_of(other.store, commits[checkpoint]):
+                    async for table in read.tables_of(other.store, other.state.commits[checkpoint]):
                         self._note(other.store, table, wanted, bad if other is audit.log else set())
                 except (CorruptError, FormatError, StoreError) as error:
                     if is_unreadable(error):

@@ -288,14 +288,11 @@ def decide_gc(url: str, stock: RunFiles, state: RunState) -> Sweep | None:
 
 
 def may_end(state: RunState, checkpoint: CheckpointId) -> bool:
-    """Return True if an unfinished checkpoint is of an earlier term, so that it can be aborted. A checkpoint that is
-    HELD here cannot, because it may be complete elsewhere."""
-    return not state.ended(checkpoint) and checkpoint not in state.held and checkpoint.term < state.term
+    """Return True if an unfinished checkpoint is of an earlier term, so that it can be aborted."""
+    return not state.ended(checkpoint) and checkpoint.term < state.term
 
 
 def _why_open(state: RunState, checkpoint: CheckpointId) -> str:
-    if checkpoint in state.held:
-        return "kept for other nodes, whose disks may have the rest"
     if checkpoint.term < state.term:
         return "left by a crash or an interrupted copy, or being written"
     return "being written, or left by a crash"

@@ -70,10 +70,6 @@ def decide_removal(
             f"step {checkpoint.step} of {url} is protected: {state.kept[checkpoint]}. To delete it, first run "
             f"`ckpt unpin {url}@{checkpoint.step} --yes`"
         )
-    if any(checkpoint in c.needs for c in state.held.values()):
-        raise UsageError(
-            f"a save in progress builds on step {checkpoint.step} of {url}: repeat this after it has ended"
-        )
     if others:  # two unreadable checkpoints block each other's files: delete only the entry in the log
         return Sweep({checkpoint})
     listed = None if checkpoint in stock.used else stock.owned  # if unreadable, it may own any unused file

@@ -118,7 +118,7 @@ def a_layout(tensors: int, rank: int = 0, world: int = 1) -> tuple[Layout, list[
 async def whole_save(store: Store, log: RunLog, mine: Any, step: int, layout: Layout, values: list[Any]) -> None:
     data = memoryview(bytearray(layout.arrangement.data_size))
     snapshot = RankSnapshot(CheckpointId(mine.term, step, NONCE), layout, data, values, finite=True)
-    await commits.commit_or_end(log, mine, [await write_part(store, snapshot)], kind="COMMIT")
+    await commits.commit_or_end(log, mine, [await write_part(store, snapshot)])
 
 
 async def begun(root: Path) -> tuple[Store, RunLog, Any]:
@@ -185,7 +185,7 @@ def ranks(world: int, tensors: int) -> Json:
         keys = [info.key async for info in store.list()]
         began = time.perf_counter()
         parts = list((await manifests_of.intact_manifests(store, checkpoint, keys)).values())
-        await commits.commit_or_end(log, mine, parts, kind="COMMIT")
+        await commits.commit_or_end(log, mine, parts)
         committed_s = time.perf_counter() - began
         await store.aclose()
         looked = await looked_at(root)

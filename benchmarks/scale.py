@@ -355,7 +355,7 @@ def take_over(root: Path) -> Json:
         keys = [info.key async for info in store.list()]
         parts = list((await manifests_of.intact_manifests(store, CHECKPOINT, keys)).values())
         clock.lap("read_s")
-        await commits.commit_or_end(log, mine, parts, kind="COMMIT")
+        await commits.commit_or_end(log, mine, parts)
         clock.lap("merge_s")
         await store.aclose()
         return {"commit_s": clock.total, **clock.steps, "cpu_s": time.process_time() - cpu}

@@ -742,7 +742,7 @@ def test_save_fails_if_its_base_was_found_damaged() -> None:
         for step in (1, 2, 3):
             await other.save(step, state)
         parts[4] = [await other.write(4, state, rank) for rank in (0, 1)]
-        await commits.commit_or_end(other.log, other.mine, parts[4], kind="COMMIT")
+        await commits.commit_or_end(other.log, other.mine, parts[4])
         assert other.log.state.lineage()[0].step == 4
 
     asyncio.run(run())

@@ -726,10 +726,10 @@ def test_save_fails_if_its_base_was_found_damaged() -> None:
         checkpoints = [CheckpointId(job.mine.term, step, job.mine.nonce) for step in (4, 5)]
         parts = {step: [await job.write(step, state, rank) for rank in (0, 1)] for step in (4, 5)}
         first.distrust(checkpoints[0])
-        await commits.commit_or_end(job.log, job.mine, parts[4], kind="COMMIT", distrusted=first.distrusted)
+        await commits.commit_or_end(job.log, job.mine, parts[4], distrusted=first.distrusted)
         assert checkpoints[0] in job.log.state.commits
         with pytest.raises(SaveError, match="step 5 builds on step 3, which is damaged: the next save will be whole"):
-            await commits.commit_or_end(job.log, job.mine, parts[5], kind="COMMIT", distrusted=first.distrusted)
+            await commits.commit_or_end(job.log, job.mine, parts[5], distrusted=first.distrusted)
         assert commits.WHOLE_NEXT in job.log.state.reasons[checkpoints[1]]
         commits.check_trusted(
             [replace(one, manifest=replace(one.manifest, reason="ring")) for one in parts[5]], checkpoints[0]

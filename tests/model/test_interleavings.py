@@ -153,9 +153,9 @@ def timeout_counts_as_success(patch: pytest.MonkeyPatch) -> None:
     async def impatient(self: RunLog, make: Any, *, owner: Any, deadline_s: float = 60.0) -> RunState:
         return await append(self, make, owner=owner, deadline_s=-1.0)
 
-    async def hopeful(log: RunLog, mine: Acquire, parts: list[WrittenManifest], *, kind: str = "COMMIT") -> Any:
+    async def hopeful(log: RunLog, mine: Acquire, parts: list[WrittenManifest]) -> Any:
         try:
-            return await commit(log, mine, parts, kind=kind)
+            return await commit(log, mine, parts)
         except OutcomeUnknownError:
             checkpoint = CheckpointId.parse(parts[0].manifest.checkpoint)
             told = tuple((one.manifest.rank, one.digest) for one in parts)
@@ -266,7 +266,7 @@ def commit_before_index(patch: pytest.MonkeyPatch) -> None:
     """A COMMIT is appended before all its files exist."""
     commit = commits.commit
 
-    async def hasty(log: RunLog, mine: Acquire, parts: list[WrittenManifest], *, kind: str = "COMMIT") -> Any:
+    async def hasty(log: RunLog, mine: Acquire, parts: list[WrittenManifest]) -> Any:
         kept: dict[str, Any] = {}
 
         class Later:
@@ -282,7 +282,7 @@ def commit_before_index(patch: pytest.MonkeyPatch) -> None:
         store = log.store
         log.store = Later()  # type: ignore[assignment]
         try:
-            found = await commit(log, mine, parts, kind=kind)
+            found = await commit(log, mine, parts)
         finally:
             log.store = store
         for key, data in kept.items():
